@@ -1,0 +1,1 @@
+"""Attention over base KV and low-rank rows: definitions and the CPU path."""

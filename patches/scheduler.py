@@ -1,0 +1,99 @@
+"""sglang.srt.managers.scheduler
+
+Why: requests need our namespace and state, neutral passes need steps, and two classes
+that the scheduler builds have to be ours.
+How: around the request factory, the batch decision and the result; after the getters
+that SGLang has for subclasses.
+Gone when: the scheduler takes a policy object for internal requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+
+from precache_sglang.admission import PrecachePrefillAdder
+from precache_sglang.neutral import NeutralScheduler
+from precache_sglang.patches import Patch
+from precache_sglang.runtime import current
+from precache_sglang.streamer import PrecacheOutputStreamer
+
+
+def around_create_generation_req(
+    original: Callable[..., Req], scheduler: Scheduler, recv_req: Any, *args: Any, **kwargs: Any
+) -> Req:
+    req = original(scheduler, recv_req, *args, **kwargs)
+    runtime = current()
+    if runtime is None:
+        return req
+    req.precache = runtime.new_state(kwargs.get("lora_id"))
+    # SGLang appends the adapter's id, which would give every role a tree of its own.
+    req.extra_key = runtime.namespace(req.precache, kwargs.get("extra_key"))
+    error = runtime.request_error(req, recv_req)
+    if error is not None:
+        req.set_finish_with_abort(error)
+    return req
+
+
+def around_get_next_batch_to_run(
+    original: Callable[..., NextBatchPlan],
+    scheduler: Scheduler,
+    running_batch: ScheduleBatch,
+    last_batch: ScheduleBatch | None,
+) -> NextBatchPlan:
+    runtime = current()
+    if runtime is None:
+        return original(scheduler, running_batch=running_batch, last_batch=last_batch)
+    if runtime.scheduler is None:
+        runtime.scheduler = scheduler
+        runtime.neutral = NeutralScheduler(scheduler, runtime)
+    return runtime.neutral.next_batch(original, running_batch, last_batch)
+
+
+def around_process_batch_result(
+    original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: Any
+) -> None:
+    runtime = current()
+    if runtime is None or not runtime.neutral.finish(batch):
+        original(scheduler, batch, result)
+
+
+def around_flush_cache(
+    original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> bool:
+    runtime = current()
+    if runtime is not None and scheduler.is_fully_idle(
+        ignore_waiting=scheduler._engine_paused
+    ):
+        # What a neutral pass would rebuild is about to be thrown away.
+        runtime.backlog.clear()
+    return original(scheduler, *args, **kwargs)
+
+
+def after_get_internal_state(result: Any, _scheduler: Scheduler, _recv_req: Any) -> None:
+    runtime = current()
+    if runtime is not None:
+        result.internal_state["precache"] = runtime.state()
+
+
+def after_get_prefill_adder_class(cls: type, _scheduler: Scheduler) -> type | None:
+    return None if current() is None else PrecachePrefillAdder
+
+
+def after_get_output_streamer_class(cls: type, _scheduler: Scheduler) -> type | None:
+    return None if current() is None else PrecacheOutputStreamer
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+PATCHES = [
+    Patch(f"{_SCHEDULER}._create_generation_req", "around", around_create_generation_req),
+    Patch(f"{_SCHEDULER}.get_next_batch_to_run", "around", around_get_next_batch_to_run),
+    Patch(f"{_SCHEDULER}.process_batch_result", "around", around_process_batch_result),
+    Patch(f"{_SCHEDULER}.flush_cache", "around", around_flush_cache),
+    Patch(f"{_SCHEDULER}.get_internal_state", "after", after_get_internal_state),
+    Patch(f"{_SCHEDULER}.get_prefill_adder_class", "after", after_get_prefill_adder_class),
+    Patch(f"{_SCHEDULER}.get_output_streamer_class", "after", after_get_output_streamer_class),
+]

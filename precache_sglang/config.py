@@ -1,0 +1,191 @@
+"""Settings: one frozen record, validated once, read by every process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from precache_sglang.errors import SettingsError
+from precache_sglang.methods import DEFAULT_METHOD, METHODS, OFF, Method
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+SCHEDULES = ("lp", "db", "auto")
+# db and auto come with the scheduler work that follows the shared-cache engine.
+AVAILABLE_SCHEDULES = ("lp",)
+
+_RECORD = "_precache_settings"  # ServerArgs keeps underscore attributes when pickled
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator asked for.
+
+    Attributes:
+        method: Name in `METHODS`, ``"off"``, or None: the default method where adapters
+            are served, off where none are.
+        schedule: When neutral passes run.
+        lr_tokens: Size of the LR pool in slots, one slot for one token of one adapter
+            over all layers. None: enough for every adapter given at start-up.
+        teams: Team name to its roles. Roles that no team lists form one team more.
+        max_neutral_wait_ms: How long a request may wait for the neutral pass over the
+            tokens it extends; -1 waits until it is done.
+    """
+
+    method: str | None = None
+    schedule: str = "lp"
+    lr_tokens: int | None = None
+    teams: dict[str, list[str]] = field(default_factory=dict)
+    max_neutral_wait_ms: int = -1
+
+    def __post_init__(self) -> None:
+        if self.method not in (None, OFF, *METHODS):
+            raise SettingsError(
+                f"--precache-method {self.method!r} is unknown; choose one of "
+                f"{', '.join([*METHODS, OFF])}."
+            )
+        if self.schedule not in SCHEDULES:
+            raise SettingsError(
+                f"--precache-schedule {self.schedule!r} is unknown; choose one of "
+                f"{', '.join(SCHEDULES)}."
+            )
+        if self.schedule not in AVAILABLE_SCHEDULES:
+            raise SettingsError(
+                f"--precache-schedule {self.schedule} is not available in this version; "
+                "use --precache-schedule lp."
+            )
+        if self.lr_tokens is not None and self.lr_tokens < 1:
+            raise SettingsError(
+                f"--precache-lr-tokens {self.lr_tokens} leaves no room for a token; "
+                "give a positive number, or leave the flag out."
+            )
+        if self.max_neutral_wait_ms != -1:
+            raise SettingsError(
+                f"--precache-max-neutral-wait {self.max_neutral_wait_ms}: schedule lp always "
+                "waits for the neutral pass; use -1."
+            )
+        seen: dict[str, str] = {}
+        for team, roles in self.teams.items():
+            for role in roles:
+                if role in seen:
+                    raise SettingsError(
+                        f"--precache-team: role {role!r} is in {seen[role]!r} and in {team!r}; "
+                        "a role belongs to one team."
+                    )
+                seen[role] = team
+
+    @property
+    def policy(self) -> Method | None:
+        """The method's row of the table; None when off."""
+        if self.method in (None, OFF):
+            return None
+        return METHODS[self.method]  # type: ignore[index]
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Settings:
+        """Settings from flags or keyword arguments named ``precache_*``.
+
+        What is missing or None comes from the environment (``PRECACHE_METHOD`` …),
+        so that a plain ``sglang.Engine(...)`` can be configured too.
+        """
+
+        def value(name: str) -> Any:
+            given = values.get(f"precache_{name}")
+            return os.environ.get(f"PRECACHE_{name.upper()}") if given is None else given
+
+        return cls(
+            method=value("method"),
+            schedule=value("schedule") or cls.schedule,
+            lr_tokens=_optional_int("--precache-lr-tokens", value("lr_tokens")),
+            teams=parse_teams(value("team")),
+            max_neutral_wait_ms=_optional_int(
+                "--precache-max-neutral-wait", value("max_neutral_wait")
+            )
+            or cls.max_neutral_wait_ms,
+        )
+
+    # -- travelling with SGLang's own record ---------------------------------
+
+    def attach(self, server_args: ServerArgs) -> None:
+        """Store these settings on SGLang's record, which every process receives."""
+        setattr(server_args, _RECORD, asdict(self))
+
+    @classmethod
+    def of(cls, server_args: ServerArgs) -> Settings | None:
+        """The settings stored on `server_args`, or None."""
+        values = getattr(server_args, _RECORD, None)
+        return None if values is None else cls(**values)
+
+
+def parse_teams(value: str | list[str] | Mapping[str, list[str]] | None) -> dict[str, list[str]]:
+    """``NAME=role,role…`` items (or one string of them, split at blanks) to a dict."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {team: list(roles) for team, roles in value.items()}
+    items = value.split() if isinstance(value, str) else value
+    teams: dict[str, list[str]] = {}
+    for item in items:
+        name, separator, roles = item.partition("=")
+        members = [role.strip() for role in roles.split(",") if role.strip()]
+        if not separator or not name.strip() or not members:
+            raise SettingsError(
+                f"--precache-team {item!r} is not NAME=role,role…; for example "
+                "--precache-team qa=plan,action,reflect."
+            )
+        if name in teams:
+            raise SettingsError(f"--precache-team names the team {name!r} twice.")
+        teams[name] = members
+    return teams
+
+
+def _optional_int(flag: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"{flag} {value!r} is not a whole number.") from None
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add the ``--precache-*`` flags to SGLang's parser."""
+    group = parser.add_argument_group("precache-sglang")
+    group.add_argument(
+        "--precache-method",
+        choices=[*METHODS, OFF],
+        help="How roles share the KV cache. Default: "
+        f"{DEFAULT_METHOD} where LoRA adapters are served, else off. "
+        + "; ".join(f"{m.name}: {m.summary}" for m in METHODS.values())
+        + "; off: SGLang as it is.",
+    )
+    group.add_argument(
+        "--precache-schedule",
+        choices=SCHEDULES,
+        help="When the adapter-free pass of rebaseshared runs: lp after the turn "
+        "(the only one available in this version), db beside it, auto in leftover budget.",
+    )
+    group.add_argument(
+        "--precache-lr-tokens",
+        type=int,
+        metavar="N",
+        help="Size of the low-rank row pool in slots (one token of one adapter). "
+        "Default: the KV pool's tokens times the number of adapters at start-up.",
+    )
+    group.add_argument(
+        "--precache-team",
+        action="append",
+        metavar="NAME=role,role…",
+        help="Roles that share; may be given several times. Default: all roles share.",
+    )
+    group.add_argument(
+        "--precache-max-neutral-wait",
+        type=int,
+        metavar="MS",
+        help="How long a request may wait for the neutral pass over the context it "
+        "extends; -1 (default, and the only value of schedule lp): until it is done.",
+    )

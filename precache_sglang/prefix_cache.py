@@ -1,0 +1,466 @@
+"""Prefix cache: SGLang's radix tree whose nodes also carry LR slices.
+
+A node holds tokens, base slots and ``{slice key: LR slots}``. A slice covers its whole
+node or is absent: nodes split where validity ends. Its namespace is the caller's
+``extra_key`` and ``cache_salt`` plus the team, so roles of one team meet in one path.
+
+Who owns what, besides SGLang's own rules for base slots:
+
+===================  ======================================  ==========================
+LR slots             owner                                   freed when
+===================  ======================================  ==========================
+of a slice           its node                                node or slice is evicted,
+                                                             the adapter is unloaded
+of a running pass    the request (``RequestState.rows``)     published, or released
+of a finished turn   its neutral job (``NeutralJob.rows``)   published, or job dropped
+===================  ======================================  ==========================
+
+Slices are pinned apart from base slots: a path lock protects the base of every reader,
+a pin only the rows of the reader's own adapter.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from precache_sglang.request import OwnedRows, PromptCounts, RequestState, state_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from precache_sglang.runtime import Runtime
+
+
+class PrecacheRadixCache(RadixCache):
+    """`RadixCache` with LR slices, two prefix lengths and neutral publishing."""
+
+    def __init__(self, params: CacheInitParams, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.method = runtime.method
+        self.stats = runtime.stats
+        super().__init__(params)
+
+    # -- nodes ---------------------------------------------------------------
+
+    def reset(self) -> None:
+        super().reset()
+        _init_node(self.root_node, feeder="")
+        self.lr_evictable_size = 0
+        self.lr_pinned_size = 0
+        self.dead_keys: set[str] = set()
+        self.runtime.backlog.forget()
+        if self.runtime.lr_pool is not None:
+            self.runtime.lr_pool.clear()
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        parent = super()._split_node(key, child, split_len)
+        _init_node(parent, child.feeder)
+        for name, slots in child.slices.items():
+            parent.slices[name] = slots[:split_len].clone()
+            child.slices[name] = slots[split_len:].clone()
+        parent.pins = dict(child.pins)
+        parent.used = dict(child.used)
+        return parent
+
+    def _append_leaf(
+        self, parent: TreeNode, key: RadixKey, slots: torch.Tensor, feeder: str
+    ) -> TreeNode:
+        node = TreeNode()
+        _init_node(node, feeder)
+        node.parent = parent
+        node.key = key
+        node.value = slots.clone()
+        parent.children[key.child_key(self.page_size)] = node
+        self.evictable_size_ += len(key)
+        self._update_leaf_status(parent)
+        self._update_leaf_status(node)
+        return node
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        for key in list(node.slices):
+            self._drop_slice(node, key)
+        super()._delete_leaf(node)
+
+    def walk(self, key: RadixKey) -> list[TreeNode]:
+        """Nodes that hold the longest cached prefix of `key`, from the root down.
+
+        Splits a node that `key` leaves half-way, so that the path ends exactly there.
+        """
+        path: list[TreeNode] = []
+        node, offset = self.root_node, 0
+        while offset < len(key):
+            child = node.children.get(key.child_key_at(offset))
+            if child is None:
+                break
+            matched = child.key.match_at(key, offset)
+            if matched < len(child.key):
+                child = self._split_node(child.key, child, matched)
+            path.append(child)
+            node, offset = child, offset + matched
+            if matched < len(child.key):
+                break
+        return path
+
+    def nodes(self) -> Iterator[TreeNode]:
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # -- matching ------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Match a request: base KV as far as it goes, own LR rows as far as they go.
+
+        ``device_prefix_len`` is where the request starts to compute. It is at most the
+        key's limit (one token must be computed for its logits), but base KV counts to
+        its true end: tokens in between are replayed, not written again.
+        """
+        if params.req is None or self.disable:
+            return super().match_prefix(params)
+        state = state_of(params.req)
+        limit = len(params.key)
+        key = RadixKey(params.key.token_ids, params.key.extra_key, cache_salt=params.key.cache_salt)
+        now = time.monotonic()
+        path = self.walk(key)
+        base_len = lr_len = 0
+        anchor = self.root_node
+        for node in path:
+            node.last_access_time = now
+            if lr_len == base_len and self._readable(node, state):
+                lr_len += len(node.key)
+                anchor = node
+                if state.own_key is not None:
+                    node.used[state.own_key] = now
+            base_len += len(node.key)
+        state.base_len, state.lr_len, state.anchor = base_len, lr_len, anchor
+        last = path[-1] if path else self.root_node
+        return MatchResult(
+            device_prefix_len=min(lr_len, limit),
+            last_device_node=last,
+            last_host_node=last,
+            best_match_node=last,
+            cache_protected_len=base_len,
+        )
+
+    def _readable(self, node: TreeNode, state: RequestState) -> bool:
+        return state.own_key is None or state.own_key in node.slices
+
+    def attach(self, req: Req) -> None:
+        """Admit a matched request: pin the slices it reads and count its prompt."""
+        state = state_of(req)
+        if state.pinned:
+            return
+        state.pinned = True
+        self._pin(state.anchor, state.own_key)
+        if state.counts is None:
+            state.counts = self._count_prompt(req, state)
+
+    def own_slots(self, state: RequestState) -> torch.Tensor:
+        """``[lr_len]`` LR slots of the request's adapter on its matched path."""
+        parts: list[torch.Tensor] = []
+        node = state.anchor
+        while node is not self.root_node:
+            parts.append(node.slices[state.own_key])
+            node = node.parent
+        return torch.cat(parts[::-1]) if parts else torch.empty(0, dtype=torch.int64)
+
+    def _count_prompt(self, req: Req, state: RequestState) -> PromptCounts:
+        prompt_len = len(req.origin_input_ids)
+        counts = PromptCounts()
+        read = min(req.prefix_len, prompt_len)
+        nodes: list[TreeNode] = []
+        node = req.last_node
+        while node is not self.root_node:
+            nodes.append(node)
+            node = node.parent
+        position = 0
+        for node in reversed(nodes):
+            used = max(0, min(position + len(node.key), read) - position)
+            if node.feeder == state.feeder:
+                counts.own += used
+            else:
+                counts.shared += used
+            position += len(node.key)
+        counts.replayed = max(0, min(state.base_len, prompt_len) - read)
+        counts.computed = prompt_len - read - counts.replayed
+        return counts
+
+    # -- publishing ----------------------------------------------------------
+
+    def checkpoint(self, req: Req, *, up_to: int) -> None:
+        """Publish tokens ``[0, up_to)`` of a request, as far as the method lets it.
+
+        An adapted pass of a method with neutral base publishes nothing while it runs.
+        When it ends, its own rows over cached tokens (replay) go to the tree and the
+        rest of the turn becomes a neutral job.
+        """
+        if self.disable:
+            return
+        state = state_of(req)
+        key = RadixKey(
+            req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt
+        )
+        if state.detached:
+            return
+        if state.is_neutral or not self.method.neutral_base:
+            self._publish(req, state, key)
+        elif req.finished():
+            path = self.walk(key)
+            self._attach_rows(path, state, state.base_len)
+            self.runtime.backlog.add_turn(req, state, key)
+
+    def _publish(self, req: Req, state: RequestState, key: RadixKey) -> None:
+        """Move the request's base slots and rows over `key` into the tree."""
+        end = len(key)
+        owned_from = req.kv.cache_protected_len
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        path = self.walk(key)
+        matched = sum(len(node.key) for node in path)
+        if matched > owned_from and not self._same_base(path, owned_from, state):
+            # Two roles fed the same new tokens at once and the other was first. Its rows
+            # stay; ours were computed from other base KV and must not be mixed with them.
+            state.detached = True
+            self.stats.conflicts += 1
+            self._attach_rows(path, state, min(state.base_len, matched))
+            return
+        if matched < end:
+            slots = row[matched:end].to(torch.int64)
+            parent = path[-1] if path else self.root_node
+            path.append(self._append_leaf(parent, key[matched:], slots, state.feeder))
+        if matched > owned_from:
+            # The same pass was published meanwhile: keep the tree's copy, free ours.
+            self.token_to_kv_pool_allocator.free_segment(
+                row[owned_from:matched], start_pos=owned_from
+            )
+            row[owned_from:matched] = self._path_slots(path)[owned_from:matched].to(row.dtype)
+        self._attach_rows(path, state, end, req)
+        last = path[-1] if path else self.root_node
+        if end > owned_from:  # else a chunk that ends inside the replayed prefix
+            req.kv.cache_protected_len = end
+            lock = self.lock(last)
+            self.unlock(req.lock)
+            req.lock, req.last_node = lock, last
+        if state.pinned and all(self._readable(node, state) for node in path):
+            self._pin(last, state.own_key)
+            self._unpin(state.anchor, state.own_key)
+            state.anchor = last
+
+    def _same_base(self, path: list[TreeNode], start: int, state: RequestState) -> bool:
+        """Whether the base KV over the path from `start` on is what `state`'s pass computes."""
+        if self.method.neutral_base:
+            return True
+        position = 0
+        for node in path:
+            position += len(node.key)
+            if position > start and node.feeder != state.feeder:
+                return False
+        return True
+
+    def _attach_rows(
+        self, path: list[TreeNode], state: RequestState, end: int, req: Req | None = None
+    ) -> None:
+        """Give the tree the owned rows over ``path`` up to `end`; first writer wins.
+
+        Rows for which the node has a slice already are freed, and the request's own
+        table is pointed at the tree's.
+        """
+        for key, rows in state.rows.items():
+            self.give_rows(path, key, rows, end, req if key == state.own_key else None)
+
+    def give_rows(
+        self,
+        path: list[TreeNode],
+        key: str,
+        rows: OwnedRows,
+        end: int,
+        reader: Req | None = None,
+    ) -> None:
+        """Attach ``rows`` (from their start up to `end`) as slices of `key` on `path`."""
+        if key in self.dead_keys:
+            return  # The adapter is gone; the owner frees them when it is released.
+        position = 0
+        for node in path:
+            start, position = position, position + len(node.key)
+            if start < rows.start or position > end or position > rows.end:
+                continue
+            slots = rows.take_until(position)
+            if key not in node.slices:
+                self._add_slice(node, key, slots)
+                continue
+            if reader is not None and reader.kv.holds_kv:
+                table = self.runtime.req_to_lr[reader.kv.req_pool_idx]
+                table[start:position] = node.slices[key].to(table.dtype)
+            self.runtime.free_rows(slots)
+
+    def _path_slots(self, path: list[TreeNode]) -> torch.Tensor:
+        return torch.cat([node.value for node in path])
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """The request's row is gone: free the rows it still owns and unpin its slices."""
+        state = state_of(req)
+        for rows in state.rows.values():
+            self.runtime.free_rows(rows.slots())
+        state.rows = {}
+        if state.pinned:
+            self._unpin(state.anchor, state.own_key)
+            state.pinned = False
+        state.tabled = False
+        state.detached = False
+
+    # -- slices --------------------------------------------------------------
+
+    def _add_slice(self, node: TreeNode, key: str, slots: torch.Tensor) -> None:
+        node.slices[key] = slots.clone()
+        node.used[key] = time.monotonic()
+        self.lr_evictable_size += slots.numel()
+
+    def _drop_slice(self, node: TreeNode, key: str) -> int:
+        slots = node.slices.pop(key)
+        node.used.pop(key, None)
+        assert not node.pins.get(key), "a pinned slice must not be dropped"
+        self.lr_evictable_size -= slots.numel()
+        self.runtime.free_rows(slots)
+        return slots.numel()
+
+    def _pin(self, node: TreeNode, key: str | None) -> None:
+        if key is None:
+            return
+        while node is not self.root_node:
+            if not node.pins.get(key):
+                self.lr_evictable_size -= len(node.key)
+                self.lr_pinned_size += len(node.key)
+            node.pins[key] = node.pins.get(key, 0) + 1
+            node = node.parent
+
+    def _unpin(self, node: TreeNode, key: str | None) -> None:
+        if key is None:
+            return
+        while node is not self.root_node:
+            parent = node.parent
+            node.pins[key] -= 1
+            if not node.pins[key]:
+                del node.pins[key]
+                self.lr_evictable_size += len(node.key)
+                self.lr_pinned_size -= len(node.key)
+                if key in self.dead_keys:
+                    self._drop_slice(node, key)
+            node = parent
+
+    def evict_rows(self, num_slots: int) -> int:
+        """Evict unpinned slices, least recently used first and deepest among equals.
+
+        Returns the number of LR slots freed, at least `num_slots` if there were so many.
+        """
+        heap: list[tuple[float, int, int, str, TreeNode]] = []
+        stack = [(node, 1) for node in self.root_node.children.values()]
+        while stack:
+            node, depth = stack.pop()
+            stack.extend((child, depth + 1) for child in node.children.values())
+            for key in node.slices:
+                if not node.pins.get(key):
+                    heap.append((node.used.get(key, 0.0), -depth, node.id, key, node))
+        heapq.heapify(heap)
+        freed = 0
+        while heap and freed < num_slots:
+            *_, key, node = heapq.heappop(heap)
+            freed += self._drop_slice(node, key)
+            self.stats.evicted_slices += 1
+        self.stats.evicted_rows += freed
+        return freed
+
+    def purge(self, key: str) -> None:
+        """Drop every slice of an unloaded adapter; pinned ones go when they are unpinned."""
+        pinned = False
+        for node in self.nodes():
+            if key in node.slices:
+                if node.pins.get(key):
+                    pinned = True
+                else:
+                    self._drop_slice(node, key)
+        self.runtime.backlog.purge(key)
+        if pinned or self.runtime.rows_in_flight(key):
+            self.dead_keys.add(key)
+
+    def revive(self, key: str) -> None:
+        """The same adapter content was loaded again: its remaining slices are valid."""
+        self.dead_keys.discard(key)
+
+    # -- base slots under pressure --------------------------------------------
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Evict leaves; if that is not enough, give up neutral work, oldest first."""
+        freed = super().evict(params).num_tokens_evicted
+        self.stats.evicted_base += freed
+        while freed < params.num_tokens:
+            dropped = self.runtime.backlog.drop_oldest()
+            if dropped is None:
+                break
+            # The dropped job's lock is gone too: its prefix may be evictable now.
+            missing = max(0, params.num_tokens - freed - dropped)
+            evicted = super().evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+            self.stats.evicted_base += evicted
+            freed += dropped + evicted
+        return EvictResult(num_tokens_evicted=freed)
+
+    def protected_size(self) -> int:
+        """Locked tokens, and base slots that wait for their neutral pass."""
+        return super().protected_size() + self.runtime.backlog.held_base_slots()
+
+    # -- integrity -----------------------------------------------------------
+
+    def check_integrity(self) -> list[str]:
+        """Recount everything; what SGLang's idle check reports as a leak. Empty if sound."""
+        pool = self.runtime.lr_pool
+        if pool is None:
+            return []
+        problems: list[str] = []
+        evictable = pinned = 0
+        seen: list[torch.Tensor] = []
+        for node in self.nodes():
+            for key, slots in node.slices.items():
+                if slots.numel() != len(node.key):
+                    problems.append(f"node {node.id}: slice {key} covers {slots.numel()} tokens")
+                seen.append(slots)
+                if node.pins.get(key):
+                    pinned += slots.numel()
+                else:
+                    evictable += slots.numel()
+            for key in node.pins:
+                if key not in node.slices:
+                    problems.append(f"node {node.id}: pin on a missing slice {key}")
+        if (evictable, pinned) != (self.lr_evictable_size, self.lr_pinned_size):
+            problems.append(
+                f"lr counters: evictable={self.lr_evictable_size} pinned={self.lr_pinned_size}, "
+                f"counted evictable={evictable} pinned={pinned}"
+            )
+        held = self.runtime.rows_held()
+        available = pool.available_size()
+        if available + evictable + pinned + held != pool.size:
+            problems.append(
+                f"[lr] total={pool.size}, {available=}, {evictable=}, {pinned=}, {held=}"
+            )
+        if seen and torch.cat(seen).unique().numel() != evictable + pinned:
+            problems.append("[lr] a slot is in two slices")
+        return problems
+
+
+def _init_node(node: TreeNode, feeder: str) -> None:
+    node.slices = {}  # slice key -> [len(node.key)] LR slots
+    node.pins = {}  # slice key -> running readers
+    node.used = {}  # slice key -> time of last use
+    node.feeder = feeder  # content of the adapter that fed the tokens first; "" for none

@@ -1,0 +1,559 @@
+"""What the parts of one scheduler process share: settings, roles, pools, backlog.
+
+Created when SGLang's LoRA manager exists, completed as SGLang builds its pools and its
+prefix cache. Also hands out LR slots, since that touches requests, tree and pool alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from precache_sglang.config import Settings
+from precache_sglang.errors import AdapterError, UnsupportedError
+from precache_sglang.lr_pool import LRPool
+from precache_sglang.methods import Method, Rows
+from precache_sglang.metrics import Stats
+from precache_sglang.neutral import Backlog, NeutralScheduler, take_base_slots
+from precache_sglang.request import OwnedRows, RequestState, state_of
+from precache_sglang.roles import RoleRegistry, read_adapter, registered_names, targets_k
+
+if TYPE_CHECKING:
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from precache_sglang.prefix_cache import PrecacheRadixCache
+
+logger = logging.getLogger(__name__)
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The runtime of this process; None where precache is off or not built yet."""
+    return _current
+
+
+class _RowSpan(NamedTuple):
+    """Tokens ``[first, end)`` of a request that get rows of one adapter."""
+
+    req: Req
+    key: str
+    first: int
+    end: int
+    column: int  # of `first` in the batch
+
+
+class Runtime:
+    """See the module's docstring.
+
+    Attributes:
+        lr_pool: None for methods that store complete KV.
+        req_to_lr: ``[rows, context]`` int32: LR slots of a request's own adapter by
+            position, beside SGLang's ``req_to_token``.
+        write_slots: ``[blocks, tokens]`` int64: where the forward in progress stores the
+            rows of its tokens; None if it stores none.
+    """
+
+    tree: PrecacheRadixCache
+    req_to_lr: torch.Tensor
+    neutral: NeutralScheduler
+
+    def __init__(self, settings: Settings, method: Method, lora_manager: LoRAManager) -> None:
+        global _current
+        self.settings = settings
+        self.method = method
+        self.stats = Stats()
+        self.backlog = Backlog(self)
+        self.lora_manager = lora_manager
+        self.lr_pool: LRPool | None = None
+        self.write_slots: torch.Tensor | None = None
+        self._extend_layout: list[tuple[int, Req]] | None = None
+        self.peak_base = 0
+        self.peak_rows = 0
+        self.scheduler: Scheduler | None = None
+        model_config = lora_manager.base_hf_config
+        self.num_layers: int = model_config.num_hidden_layers
+        self.dtype = lora_manager.dtype
+        self.device = str(lora_manager.device)
+        head_dim = getattr(model_config, "head_dim", None) or (
+            model_config.hidden_size // model_config.num_attention_heads
+        )
+        self.kv_size: int = model_config.num_key_value_heads * head_dim
+        wanted_targets = set(lora_manager.target_modules or ())
+        self.roles = RoleRegistry(
+            method=method,
+            teams=settings.teams,
+            width=lora_manager.max_lora_rank,
+            has_k=any(targets_k(lora) for lora in lora_manager.loras.values())
+            or "k_proj" in _raw_target_modules()
+            or (not lora_manager.loras and "qkv_proj" in wanted_targets),
+        )
+        self.num_startup_adapters = len(lora_manager.loras)
+        _current = self
+        self.sync_adapters()
+
+    # -- sizes ---------------------------------------------------------------
+
+    @property
+    def slot_bytes(self) -> int:
+        return LRPool.bytes_per_slot(
+            self.num_layers, self.roles.width, self.roles.has_k, self.dtype
+        )
+
+    @property
+    def rows_per_token(self) -> int:
+        """LR slots per KV slot when ``--precache-lr-tokens`` is not given."""
+        if not self.method.base_kv:
+            return 0
+        if self.method.rows is Rows.COMMON:
+            return 1
+        return self.num_startup_adapters or self.lora_manager.max_loras_per_batch - 1
+
+    def bytes_per_token(self) -> int:
+        """LR bytes that come with every KV slot."""
+        return 0 if self.settings.lr_tokens else self.rows_per_token * self.slot_bytes
+
+    def fixed_bytes(self) -> int:
+        """LR bytes that do not depend on the size of the KV pool."""
+        if not self.method.base_kv or not self.settings.lr_tokens:
+            return 0
+        return self.settings.lr_tokens * self.slot_bytes
+
+    def build_pools(self, runner: ModelRunner) -> None:
+        """Allocate the LR pool once SGLang's own pools exist."""
+        pool = runner.req_to_token_pool.req_to_token
+        self.req_to_lr = torch.zeros_like(pool)
+        if not self.method.base_kv:
+            return
+        size = self.settings.lr_tokens or runner.max_total_num_tokens * self.rows_per_token
+        self.lr_pool = LRPool(
+            size, self.num_layers, self.roles.width, self.roles.has_k, self.dtype, self.device
+        )
+        runner.token_to_kv_pool.mem_usage += self.lr_pool.nbytes / (1 << 30)
+        logger.info(
+            "precache: LR pool of %d slots, width %d%s, %.1f MiB",
+            size,
+            self.roles.width,
+            ", keys too" if self.roles.has_k else "",
+            self.lr_pool.nbytes / (1 << 20),
+        )
+
+    # -- roles ---------------------------------------------------------------
+
+    def sync_adapters(self) -> None:
+        """Bring the registry in line with what SGLang has loaded.
+
+        Raises:
+            AdapterError: if a new adapter cannot be served; it is not registered then.
+        """
+        names = registered_names(self.lora_manager)
+        for lora_id in list(self.roles.adapters):
+            if lora_id not in names:
+                dropped = self.roles.remove(lora_id)
+                if dropped is not None:
+                    self.tree.purge(dropped)
+        for lora_id, name in names.items():
+            if lora_id in self.roles.adapters:
+                continue
+            lora = self.lora_manager.loras[lora_id]
+            if lora.config.hf_config.get("use_rslora"):
+                # SGLang 0.5.23 scales by alpha / r whatever the adapter says.
+                lora.scaling = lora.config.lora_alpha / lora.config.r**0.5
+            adapter = read_adapter(
+                lora_id,
+                name,
+                lora,
+                self.roles,
+                torch.device(self.device),
+                self.dtype,
+                self.kv_size,
+            )
+            self.roles.add(adapter)
+            if adapter.rows_key is not None and hasattr(self, "tree"):
+                self.tree.revive(adapter.rows_key)
+
+    def new_state(self, lora_id: str | None) -> RequestState:
+        if lora_id is None:
+            return RequestState(adapter=None, team=self.roles.base_team())
+        adapter = self.roles.adapters.get(lora_id)
+        if adapter is None:
+            raise AdapterError(f"No adapter with id {lora_id!r} is loaded; load it first.")
+        return RequestState(adapter=adapter, team=adapter.team)
+
+    def namespace(self, state: RequestState, extra_key: str | None) -> str:
+        """The tree namespace of a request.
+
+        Our prefix ends at the first colon and the caller's key follows it verbatim, so
+        no value of the caller's can name another team or adapter.
+        """
+        if not self.method.shared:
+            mine = state.adapter.content if state.adapter else "none"
+        else:
+            names = [*self.roles.teams, "default"]
+            mine = f"t{names.index(state.team)}"
+        return f"{mine}:{extra_key or ''}"
+
+    @property
+    def extending(self) -> bool:
+        """Whether an extend batch is being allocated."""
+        return self._extend_layout is not None
+
+    def request_error(self, req: Req, recv_req: Any) -> str | None:
+        """Why a request cannot be served, or None."""
+        state = state_of(req)
+        for name, given in (
+            ("session_params", recv_req.session_params is not None),
+            ("session_id", recv_req.session_id is not None),
+            ("input_embeds", recv_req.input_embeds is not None),
+            ("positional_embed_overrides", recv_req.positional_embed_overrides is not None),
+            ("return_hidden_states", bool(recv_req.return_hidden_states)),
+            ("beam search", (req.sampling_params.beam_width or 1) > 1),
+        ):
+            if given:
+                return f"{name} is not supported by precache-sglang; leave it out of the request."
+        if self.lr_pool is None or state.own_key is None:
+            return None
+        needed = len(req.origin_input_ids) + 1
+        if needed > self.lr_pool.size:
+            return (
+                f"The prompt needs {needed} low-rank slots for its own adapter, but the pool has "
+                f"{self.lr_pool.size} (--precache-lr-tokens). Start with a larger pool or send a "
+                "shorter prompt."
+            )
+        return None
+
+    # -- LR slots ------------------------------------------------------------
+
+    def free_rows(self, slots: torch.Tensor) -> None:
+        if self.lr_pool is not None:
+            self.lr_pool.free(slots)
+
+    def rows_available(self) -> int:
+        """LR slots free now or after evicting slices."""
+        assert self.lr_pool is not None
+        return self.lr_pool.available_size() + self.tree.lr_evictable_size
+
+    def running_states(self) -> Iterator[RequestState]:
+        """States of all users' requests that may own LR slots."""
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        seen: set[int] = set()
+        reqs = [*scheduler.running_batch.reqs]
+        for batch in (scheduler.last_batch, scheduler.cur_batch_for_debug):
+            reqs += batch.reqs if batch is not None else []
+        if scheduler.chunked_req is not None:
+            reqs.append(scheduler.chunked_req)
+        for req in reqs:
+            if id(req) not in seen:
+                seen.add(id(req))
+                yield state_of(req)
+
+    def rows_held(self) -> int:
+        """LR slots owned by running requests and by the backlog."""
+        owned = sum(
+            rows.num_slots for state in self.running_states() for rows in state.rows.values()
+        )
+        return owned + self.backlog.held_rows()
+
+    def rows_in_flight(self, key: str) -> bool:
+        return any(key in state.rows for state in self.running_states())
+
+    def optional_rows(self, states: Iterator[RequestState]) -> int:
+        """LR slots of other roles that running requests could do without."""
+        return sum(
+            rows.num_slots
+            for state in states
+            for key, rows in state.rows.items()
+            if key != state.own_key
+        )
+
+    def can_decode(self, reqs: list[Req]) -> bool:
+        """Whether the next token of every request finds an LR slot for its own adapter."""
+        if self.lr_pool is None:
+            return True
+        needed = sum(state_of(req).own_key is not None for req in reqs)
+        return needed <= self.rows_available() + self.optional_rows(self.running_states())
+
+    def _take(self, num_slots: int, required: bool) -> torch.Tensor | None:
+        """Slots from the pool, evicting slices if need be; None if there are too few."""
+        assert self.lr_pool is not None
+        missing = num_slots - self.lr_pool.available_size()
+        if missing > 0:
+            missing -= self.tree.evict_rows(missing)
+        if missing > 0 and required:
+            self._drop_optional_rows()
+        return self.lr_pool.alloc(num_slots)
+
+    def _drop_optional_rows(self) -> None:
+        for state in self.running_states():
+            for key in [key for key in state.rows if key != state.own_key]:
+                self._stop_writing(state, key)
+
+    def _stop_writing(self, state: RequestState, key: str) -> None:
+        rows = state.rows.pop(key, None)
+        if rows is not None:
+            self.stats.dropped_rows += rows.num_slots
+            self.free_rows(rows.slots())
+        if key in state.written:
+            state.written.remove(key)
+
+    # -- one batch -----------------------------------------------------------
+
+    def before_extend(self, batch: ScheduleBatch) -> None:
+        """Pin what the batch reads, before anything can be evicted for it."""
+        for req in batch.reqs:
+            first = not state_of(req).pinned
+            self.tree.attach(req)
+            if first and state_of(req).job is None and not req.retracted_stain:
+                counts = state_of(req).counts
+                assert counts is not None
+                self.stats.shared += counts.shared
+                self.stats.own += counts.own
+                self.stats.replayed += counts.replayed
+                self.stats.computed += counts.computed
+
+    @contextmanager
+    def extend_layout(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Within, `base_slots` knows which tokens of `batch` need no fresh KV slot."""
+        self._extend_layout = [
+            (
+                max(0, min(state_of(req).base_len, req.extend_end) - req.prefix_len),
+                req,
+            )
+            for req in batch.reqs
+        ]
+        try:
+            yield
+        finally:
+            self._extend_layout = None
+
+    def base_slots(self, alloc: Any, num_tokens: int) -> torch.Tensor:
+        """KV slots for an extend batch.
+
+        Replayed tokens get slot 0, whose writes nobody reads: their base KV is in the
+        tree. A neutral piece is written in place of the turn's own slots.
+
+        Args:
+            alloc: Takes a number and returns that many fresh slots.
+            num_tokens: Tokens that the batch computes.
+
+        Returns:
+            ``[num_tokens]`` int64.
+        """
+        layout = self._extend_layout
+        assert layout is not None
+        parts: list[torch.Tensor | int] = []
+        fresh = 0
+        for replayed, req in layout:
+            new = req.extend_len - replayed
+            parts.append(torch.zeros(replayed, dtype=torch.int64, device=self.device))
+            job = state_of(req).job
+            if job is not None:
+                parts.append(take_base_slots(job, new))
+            else:
+                parts.append(new)
+                fresh += new
+        slots = alloc(fresh) if fresh else torch.empty(0, dtype=torch.int64, device=self.device)
+        out: list[torch.Tensor] = []
+        for part in parts:
+            if isinstance(part, int):
+                out.append(slots[:part])
+                slots = slots[part:]
+            else:
+                out.append(part)
+        result = torch.cat(out)
+        assert result.numel() == num_tokens
+        return result
+
+    def after_extend(self, batch: ScheduleBatch) -> None:
+        """Point replayed positions at the tree's base and hand out LR slots."""
+        table = self.tree.req_to_token_pool.req_to_token
+        for req in batch.reqs:
+            state = state_of(req)
+            end = min(state.base_len, req.extend_end)
+            if end > req.prefix_len:
+                shared = self.tree.path_device_indices(req.last_node)
+                table[req.kv.req_pool_idx, req.prefix_len : end] = shared[
+                    req.prefix_len : end
+                ].to(table.dtype)
+            if not state.tabled:
+                state.tabled = True
+                state.written = self.roles.rows_written(
+                    state.adapter,
+                    state.team,
+                    leave_out=state.job.active_key if state.job else None,
+                )
+                if state.own_key is not None:
+                    self.req_to_lr[req.kv.req_pool_idx, : state.lr_len] = self.tree.own_slots(
+                        state
+                    ).to(table.dtype)
+        self._assign_rows(batch, [(req, req.prefix_len, req.extend_end) for req in batch.reqs])
+
+    def after_decode(self, batch: ScheduleBatch) -> None:
+        """Hand out LR slots for the token that each request feeds in this step."""
+        self._assign_rows(
+            batch,
+            [(req, req.kv.kv_committed_len - 1, req.kv.kv_committed_len) for req in batch.reqs],
+        )
+
+    def _assign_rows(self, batch: ScheduleBatch, spans: list[tuple[Req, int, int]]) -> None:
+        """LR slots for the tokens of ``(request, start, end)``, own rows first.
+
+        Rows of other roles are worth having but not owed: without room they are left
+        out for the rest of the pass, as if they had been evicted at once.
+        """
+        batch.precache_write_slots = None
+        self._note_peaks()
+        if self.lr_pool is None or not self.roles.blocks:
+            return
+        own: list[_RowSpan] = []
+        rest: list[_RowSpan] = []
+        column = 0
+        for req, start, end in spans:
+            state = state_of(req)
+            for key in state.written:
+                is_own = key == state.own_key
+                first = max(start, state.lr_len if is_own else state.base_len)
+                if first < end and key in self.roles.blocks:
+                    span = _RowSpan(req, key, first, end, column + first - start)
+                    (own if is_own else rest).append(span)
+            column += end - start
+        if not own and not rest:
+            return
+        write_slots = torch.zeros(
+            (len(self.roles.blocks), column), dtype=torch.int64, device=self.device
+        )
+        needed = sum(span.end - span.first for span in own)
+        slots = self._take(needed, required=True)
+        if slots is None:
+            raise RuntimeError(
+                f"The low-rank pool has no room for {needed} slots "
+                f"(--precache-lr-tokens {self.lr_pool.size}); admission should have "
+                "prevented this."
+            )
+        for span in own:
+            mine, slots = slots[: span.end - span.first], slots[span.end - span.first :]
+            self._place(write_slots, span, mine)
+            table = self.req_to_lr[span.req.kv.req_pool_idx]
+            table[span.first : span.end] = mine.to(table.dtype)
+        for span in rest:
+            state = state_of(span.req)
+            if span.key not in state.written:
+                continue
+            found = self._take(span.end - span.first, required=False)
+            if found is None:
+                self.stats.dropped_rows += span.end - span.first
+                self._stop_writing(state, span.key)
+            else:
+                self._place(write_slots, span, found)
+        batch.precache_write_slots = write_slots
+
+    def _place(self, write_slots: torch.Tensor, span: _RowSpan, slots: torch.Tensor) -> None:
+        block = self.roles.blocks[span.key]
+        write_slots[block, span.column : span.column + slots.numel()] = slots
+        rows = state_of(span.req).rows
+        if span.key not in rows:
+            rows[span.key] = OwnedRows(span.first)
+        rows[span.key].append(slots)
+
+    def _note_peaks(self) -> None:
+        allocator = self.tree.token_to_kv_pool_allocator
+        self.peak_base = max(self.peak_base, allocator.size - allocator.available_size())
+        if self.lr_pool is not None:
+            in_use = self.lr_pool.size - self.lr_pool.available_size()
+            self.peak_rows = max(self.peak_rows, in_use)
+
+    # -- forward -------------------------------------------------------------
+
+    def store_rows(self, layer: int, x: torch.Tensor) -> None:
+        """Store the LR rows of one layer's input. `x`: ``[tokens, hidden]``."""
+        if self.write_slots is None:
+            return
+        assert self.lr_pool is not None
+        self.lr_pool.write(layer, self.write_slots, x @ self.roles.stack[layer].T)
+
+    # -- reports -------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The body of ``GET /precache/state``."""
+        tree, pool = self.tree, self.lr_pool
+        kv_pool = tree.token_to_kv_pool_allocator.get_kvcache()
+        rows: dict[str, int] = {}
+        num_nodes = 0
+        for node in tree.nodes():
+            num_nodes += 1
+            for key, slots in node.slices.items():
+                rows[key] = rows.get(key, 0) + slots.numel()
+        tree_tokens = tree.total_size()
+        token_bytes = 2 * self.kv_size * self.num_layers * self.dtype.itemsize
+        allocator = tree.token_to_kv_pool_allocator
+        in_use = allocator.size - allocator.available_size()
+        return {
+            "method": self.method.name,
+            "schedule": self.settings.schedule if self.method.neutral_base else None,
+            "teams": self._team_names(),
+            "tree_nodes": num_nodes,
+            "base_tokens": tree_tokens,
+            "base_bytes": tree_tokens * token_bytes,
+            "base_tokens_in_use": in_use,
+            "base_pool_tokens": allocator.size,
+            "base_pool_bytes": sum(b.nbytes for b in (*kv_pool.k_buffer, *kv_pool.v_buffer)),
+            "peak_base_bytes": max(self.peak_base, in_use) * token_bytes,
+            "lr": {
+                adapter.name: {
+                    "tokens": rows.get(adapter.rows_key or "", 0),
+                    "bytes": rows.get(adapter.rows_key or "", 0) * self.slot_bytes,
+                    "rank": adapter.rank,
+                    "team": adapter.team,
+                }
+                for adapter in self.roles.adapters.values()
+            },
+            "lr_pool_slots": pool.size if pool else 0,
+            "lr_pool_bytes": pool.nbytes if pool else 0,
+            "lr_slots_in_use": pool.size - pool.available_size() if pool else 0,
+            "lr_slots_evictable": tree.lr_evictable_size,
+            "lr_slots_pinned": tree.lr_pinned_size,
+            "peak_lr_bytes": self.peak_rows * self.slot_bytes if pool else 0,
+            "backlog_tokens": self.backlog.tokens(),
+            "provisional_tokens": 0,
+            "problems": tree.check_integrity(),
+            **{f"total_{name}": value for name, value in self.stats.as_dict().items()},
+        }
+
+    def _team_names(self) -> dict[str, list[str]]:
+        teams: dict[str, list[str]] = {}
+        for adapter in self.roles.adapters.values():
+            teams.setdefault(adapter.team, []).append(adapter.name)
+        return teams
+
+
+def _raw_target_modules() -> set[str]:
+    """``--lora-target-modules`` as the operator wrote it."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return set(get_server_args().lora_target_modules or ())
+
+
+def create(lora_manager: LoRAManager) -> Runtime | None:
+    """Build this process's runtime, or return None where precache is off."""
+    from sglang.srt.runtime_context import get_server_args
+
+    settings = Settings.of(get_server_args())
+    if settings is None or settings.policy is None:
+        return None
+    num_adapters = len(lora_manager.loras)
+    if lora_manager.max_loras_per_batch < num_adapters + 1:
+        raise UnsupportedError(
+            f"--max-loras-per-batch {lora_manager.max_loras_per_batch} with {num_adapters} adapters: "
+            "adapter-free passes occupy one slot more; start with --max-loras-per-batch "
+            f"{num_adapters + 1}."
+        )
+    return Runtime(settings, settings.policy, lora_manager)
