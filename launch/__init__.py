@@ -1,0 +1,1 @@
+"""Commands and scenarios: ``serve``, ``demo``, ``doctor``."""

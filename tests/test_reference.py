@@ -526,13 +526,15 @@ def test_unloading_or_replacing_an_adapter_drops_its_rows_only(
     assert [lr_len(role) for role in ("plan", "action")] == [len(tokens)] * 2
     engine.load("action", case.adapters["action"])
     assert lr_len("action") == len(tokens)
-    # The same A and another B: rows depend on all of the adapter.
-    engine.load("action", case.adapters["reflect"])
+    # The same A and scaling with another B: rows depend on all of the adapter.
+    plan = case.adapters["plan"]
+    other_b = make_adapter(plan.parent / "b", case.model_dir, QKVO, seed=9, share_a_with=plan)
+    engine.load("plan", other_b)
+    engine.load("plan", plan)
+    assert [lr_len(role) for role in ("plan", "action")] == [0, len(tokens)]
+    engine.unload("action")
     engine.load("action", case.adapters["action"])
-    assert [lr_len(role) for role in ("plan", "action")] == [len(tokens), 0]
-    engine.unload("plan")
-    engine.load("plan", case.adapters["plan"])
-    assert lr_len("plan") == 0
+    assert lr_len("action") == 0
     assert len(engine.base_rows(tokens)) == len(tokens)
 
 

@@ -86,7 +86,7 @@ def attend(
         folded = q.view(num_new, kv_heads, num_heads // kv_heads, head_dim)
         folded = folded.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
         out, lse = _flash(folded, k[:prefix], v[:prefix], scale, causal=False)
-        parts.append((out.view(num_heads, num_new, head_dim), lse.view(num_heads, num_new)))
+        parts.append((out.reshape(num_heads, num_new, head_dim), lse.reshape(num_heads, num_new)))
     if num_own:
         out, lse = _flash(q.transpose(0, 1)[None], k[prefix:], v[prefix:], scale, causal=True)
         parts.append((out[0], lse[0]))

@@ -1,0 +1,176 @@
+"""A server as a child process: started, waited for, asked, stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+# Never through a proxy: every address is this machine's.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or answered with an error; the message says which."""
+
+
+class ServerProcess:
+    """``precache-sglang serve`` on a free local port.
+
+    Use as a context manager. Its output goes to a temporary log whose end is part of
+    every error message.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        adapters: Mapping[str, Path | str] | None = None,
+        args: list[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        start_timeout: float = 300.0,
+    ) -> None:
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "precache_sglang.launch.cli", "serve"]
+        command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
+        if adapters:
+            command += ["--enable-lora", "--lora-paths"]
+            command += [f"{role}={path}" for role, path in adapters.items()]
+        self.command = command + (args or [])
+        self.env = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
+        self.start_timeout = start_timeout
+        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        # A session of its own: stopping ends SGLang's children too, and nothing else.
+        self._process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=self.env,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + self.start_timeout
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerError(
+                    f"The server ended with status {self._process.returncode}:\n{self.log_tail()}"
+                )
+            try:
+                # Answers 200 once the warm-up request is through.
+                with _OPENER.open(f"{self.url}/health", timeout=5) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                pass
+            time.sleep(0.2)
+        self.stop()
+        raise ServerError(f"No server after {self.start_timeout:.0f} s:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log(self) -> str:
+        end = self._log.seek(0, os.SEEK_END)
+        self._log.seek(0)
+        return self._log.read(end).decode(errors="replace")
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        lines = [line for line in self.log().splitlines() if "server_args=" not in line]
+        return "\n".join(line[:400] for line in lines[-num_lines:])
+
+    # -- HTTP ----------------------------------------------------------------
+
+    def get(self, path: str) -> Any:
+        return self.call("GET", path)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600) -> Any:
+        return self.call("POST", path, body, timeout)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = 600,
+    ) -> Any:
+        """The JSON answer. Raises `ServerError` with status and text otherwise."""
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with _OPENER.open(request, timeout=timeout) as response:
+                text = response.read().decode()
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{error.code} {error.read().decode(errors='replace')}") from error
+        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+            raise ServerError(f"{path}: {error}\n{self.log_tail()}") from error
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The JSON events of a streamed answer, as they come."""
+        request = urllib.request.Request(
+            self.url + path,
+            method="POST",
+            data=json.dumps({**body, "stream": True}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with _OPENER.open(request, timeout=600) as response:
+            for line in response:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    yield json.loads(line[len(b"data: ") :])
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.get("/precache/state")
+        return state
+
+    def wait_for_backlog(self, timeout: float = 600) -> dict[str, Any]:
+        """Wait until no neutral tokens are owed; return the state then."""
+        deadline = time.monotonic() + timeout
+        while (state := self.state())["backlog_tokens"]:
+            if time.monotonic() > deadline:
+                raise ServerError(f"The backlog did not empty in {timeout:.0f} s: {state}")
+            time.sleep(0.005)
+        return state
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,33 @@
+"""``precache-sglang serve``: SGLang's server with our plugin, all its flags and ours."""
+
+from __future__ import annotations
+
+import os
+
+
+def serve(argv: list[str]) -> None:
+    """Start the HTTP server and block until it ends."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    _require_plugin()
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _require_plugin() -> None:
+    """`SGLANG_PLUGINS` or `SGLANG_PLATFORM` may have filtered us out without a word."""
+    from precache_sglang.errors import PrecacheError
+    from precache_sglang.plugin import require_patches
+
+    try:
+        require_patches()
+    except PrecacheError as error:
+        raise SystemExit(
+            f"precache-sglang: {error} Check SGLANG_PLUGINS and SGLANG_PLATFORM."
+        ) from error

@@ -1,0 +1,41 @@
+"""sglang.srt.managers.tokenizer_manager
+
+Why: ``meta_info["precache"]`` is one record per request; SGLang takes extra fields of an
+answer for lists with one item per token.
+How: take ours out before SGLang joins the rest.
+Gone when: request-level extra fields reach ``meta_info`` as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from precache_sglang.patches import Patch
+from precache_sglang.streamer import INFO_KEY
+
+
+def around_update_request_meta_info(
+    original: Callable[..., None],
+    manager: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    customized_info: dict[str, Any],
+    index: int,
+    finish_reason: Any,
+) -> None:
+    ours = customized_info.get(INFO_KEY)
+    rest = {key: value for key, value in customized_info.items() if key != INFO_KEY}
+    if rest:
+        original(manager, meta_info, state, rest, index, finish_reason)
+    if ours is not None:
+        meta_info[INFO_KEY] = ours[index]
+
+
+PATCHES = [
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+        "around",
+        around_update_request_meta_info,
+    ),
+]
