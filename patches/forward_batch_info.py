@@ -1,7 +1,8 @@
 """sglang.srt.model_executor.forward_batch_info
 
 Why: the forward must know where to store the LR rows of its tokens.
-How: copy the slots that allocation left on the schedule batch.
+How: note the slots that allocation left on the schedule batch. They cannot travel on the
+forward batch: the eager runner copies it field by field.
 Gone when: forward batches carry a plugin's tensors.
 """
 
@@ -13,12 +14,15 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from precache_sglang.patches import Patch
+from precache_sglang.runtime import current
 
 
 def after_init_new(
-    forward_batch: ForwardBatch, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
+    _result: ForwardBatch, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
 ) -> None:
-    forward_batch.precache_write_slots = getattr(batch, "precache_write_slots", None)
+    runtime = current()
+    if runtime is not None:
+        runtime.write_slots = getattr(batch, "precache_write_slots", None)
 
 
 PATCHES = [

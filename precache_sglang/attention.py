@@ -69,7 +69,6 @@ class PrecacheAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         runtime = self.runtime
-        runtime.write_slots = getattr(forward_batch, "precache_write_slots", None)
         lengths = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             new_lengths = [1] * len(lengths)
