@@ -22,7 +22,7 @@ def after_init_new(
 ) -> None:
     runtime = current()
     if runtime is not None:
-        runtime.write_slots = getattr(batch, "precache_write_slots", None)
+        runtime.begin_forward(batch)
 
 
 PATCHES = [

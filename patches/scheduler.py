@@ -57,7 +57,10 @@ def around_process_batch_result(
     original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: Any
 ) -> None:
     runtime = current()
-    if runtime is None or not runtime.neutral.finish(batch):
+    if runtime is None:
+        return original(scheduler, batch, result)
+    runtime.require_rows_stored(batch)
+    if not runtime.neutral.finish(batch):
         original(scheduler, batch, result)
 
 

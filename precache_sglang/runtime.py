@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from precache_sglang.config import Settings
-from precache_sglang.errors import AdapterError, UnsupportedError
+from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
 from precache_sglang.lr_pool import LRPool
 from precache_sglang.methods import Method, Rows
 from precache_sglang.metrics import Stats
@@ -75,6 +75,7 @@ class Runtime:
         self.lr_pool: LRPool | None = None
         self.write_slots: torch.Tensor | None = None
         self._extend_layout: list[tuple[int, Req]] | None = None
+        self._stored_layers = 0
         self.peak_base = 0
         self.peak_rows = 0
         self.scheduler: Scheduler | None = None
@@ -478,7 +479,26 @@ class Runtime:
         if self.write_slots is None:
             return
         assert self.lr_pool is not None
+        self._stored_layers += 1
         self.lr_pool.write(layer, self.write_slots, x @ self.roles.stack[layer].T)
+
+    def begin_forward(self, batch: ScheduleBatch) -> None:
+        self.write_slots = getattr(batch, "precache_write_slots", None)
+        self._stored_layers = 0
+
+    def require_rows_stored(self, batch: ScheduleBatch) -> None:
+        """Check that the forward of `batch` stored the rows that were allotted to it.
+
+        Raises:
+            PatchError: if it did not, or not in every layer: some hook is in place but is
+                passed by. Publishing would hand out rows that nobody wrote.
+        """
+        expected = 0 if getattr(batch, "precache_write_slots", None) is None else self.num_layers
+        if self._stored_layers != expected:
+            raise PatchError(
+                f"the forward stored low-rank rows in {self._stored_layers} of {expected} layers; "
+                "SGLang ran it past a hook of ours. Use --precache-method off and report this."
+            )
 
     # -- reports -------------------------------------------------------------
 
