@@ -155,6 +155,14 @@ class ServerProcess:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                     yield json.loads(line[len(b"data: ") :])
 
+    def has_precache(self) -> bool:
+        """Whether the server shares; False on stock SGLang."""
+        try:
+            self.state()
+        except ServerError:
+            return False
+        return True
+
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.get("/precache/state")
         return state

@@ -2,7 +2,7 @@
 
 Why: ``meta_info["precache"]`` is one record per request; SGLang takes extra fields of an
 answer for lists with one item per token.
-How: take ours out before SGLang joins the rest.
+How: take ours out before SGLang joins the rest. See also `openai_usage`.
 Gone when: request-level extra fields reach ``meta_info`` as they are.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precache_sglang.patches import Patch
-from precache_sglang.streamer import INFO_KEY
+from precache_sglang.streamer import INFO_KEY, PromptTokens
 
 
 def around_update_request_meta_info(
@@ -30,6 +30,7 @@ def around_update_request_meta_info(
         original(manager, meta_info, state, rest, index, finish_reason)
     if ours is not None:
         meta_info[INFO_KEY] = ours[index]
+        meta_info["prompt_tokens"] = PromptTokens.of(meta_info["prompt_tokens"], ours[index])
 
 
 PATCHES = [

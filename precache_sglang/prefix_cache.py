@@ -62,6 +62,7 @@ class PrecacheRadixCache(RadixCache):
         self.lr_pinned_size = 0
         self.dead_keys: set[str] = set()
         self.runtime.backlog.forget()
+        self.runtime.peak_base = self.runtime.peak_rows = 0
         if self.runtime.lr_pool is not None:
             self.runtime.lr_pool.clear()
 

@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 INFO_KEY = "precache"
 
 
+class PromptTokens(int):
+    """A prompt length that remembers where the tokens came from."""
+
+    counts: dict[str, int]
+
+    @classmethod
+    def of(cls, length: int, counts: dict[str, int]) -> PromptTokens:
+        result = cls(length)
+        result.counts = counts
+        return result
+
+
 class PrecacheOutputStreamer(SchedulerOutputStreamer):
     """SGLang's streamer with one field more per request."""
 

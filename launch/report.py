@@ -1,0 +1,102 @@
+"""Tables and plots of single-stream runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from precache_sglang.launch.replay import Replay
+
+
+def median_of(replays: Sequence[Replay]) -> dict[str, Any]:
+    """Medians of one method's runs over one trace; the spread of TTFT is min and max."""
+    first = replays[0]
+
+    def peak(values: list[int | None]) -> int | None:
+        found = [value for value in values if value is not None]
+        return max(found) if found else None
+
+    return {
+        "num_tokens": first.num_tokens,
+        "runs": len(replays),
+        "ttft_ms": median(replay.ttft_ms for replay in replays),
+        "ttft_ms_min": min(replay.ttft_ms for replay in replays),
+        "ttft_ms_max": max(replay.ttft_ms for replay in replays),
+        "total_ms": median(replay.total_ms for replay in replays),
+        "total_ms_min": min(replay.total_ms for replay in replays),
+        "total_ms_max": max(replay.total_ms for replay in replays),
+        "shared_share": first.shared_share,
+        "peak_base_bytes": peak([replay.peak_base_bytes for replay in replays]),
+        "peak_lr_bytes": peak([replay.peak_lr_bytes for replay in replays]),
+        "turns": [
+            {**asdict(turn), "ttft_ms": median(r.turns[i].ttft_ms for r in replays)}
+            for i, turn in enumerate(first.turns)
+        ],
+    }
+
+
+def table(results: dict[str, dict[str, Any]], baseline: str = "nonshared") -> str:
+    """One line per method; ratios say how many times better than `baseline`."""
+    base = results.get(baseline)
+    header = (
+        f"{'method':<14}{'TTFT s':>9}{'ratio':>7}{'total s':>9}{'ratio':>7}"
+        f"{'tokens/s':>10}{'shared':>8}{'base MiB':>10}{'LR MiB':>8}"
+    )
+    lines = [header, "-" * len(header)]
+    for method, result in results.items():
+        lines.append(
+            f"{method:<14}{result['ttft_ms'] / 1e3:>9.2f}{_ratio(base, result, 'ttft_ms'):>7}"
+            f"{result['total_ms'] / 1e3:>9.2f}{_ratio(base, result, 'total_ms'):>7}"
+            f"{result['num_tokens'] / result['total_ms'] * 1e3:>10.0f}"
+            f"{result['shared_share']:>8.0%}"
+            f"{_mib(result['peak_base_bytes']):>10}{_mib(result['peak_lr_bytes']):>8}"
+        )
+    return "\n".join(lines)
+
+
+def _ratio(base: dict[str, Any] | None, result: dict[str, Any], name: str) -> str:
+    return "-" if base is None else f"{base[name] / result[name]:.2f}"
+
+
+def _mib(value: int | None) -> str:
+    return "-" if value is None else f"{value / (1 << 20):.1f}"
+
+
+def plot_ttft(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
+    """TTFT of every turn by method, turns named by role."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 5), layout="constrained")
+    markers = "osD^vP*X"
+    roles: list[str] = []
+    for index, (method, result) in enumerate(results.items()):
+        turns = result["turns"]
+        roles = [turn["role"] for turn in turns]
+        axes.plot(
+            range(len(turns)),
+            [turn["ttft_ms"] for turn in turns],
+            marker=markers[index % len(markers)],
+            linewidth=1.2,
+            markersize=5,
+            label=method,
+        )
+    axes.set_xticks(range(len(roles)), roles, rotation=60, ha="right")
+    axes.set_yscale("log")
+    axes.set_ylabel("TTFT [ms]")
+    axes.set_xlabel("turn, by role")
+    axes.set_title(title)
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
