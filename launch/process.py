@@ -16,6 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+# Set for a server that must not outlive the process that started it.
+DIE_WITH_PARENT = "PRECACHE_DIE_WITH_PARENT"
+
 # Never through a proxy: every address is this machine's.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -47,7 +50,7 @@ class ServerProcess:
             command += ["--enable-lora", "--lora-paths"]
             command += [f"{role}={path}" for role, path in adapters.items()]
         self.command = command + (args or [])
-        self.env = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
+        self.env = {**os.environ, "HF_HUB_OFFLINE": "1", DIE_WITH_PARENT: "1", **(env or {})}
         self.start_timeout = start_timeout
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process: subprocess.Popen[bytes] | None = None

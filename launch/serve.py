@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 
+from precache_sglang.launch.process import DIE_WITH_PARENT
+
 
 def serve(argv: list[str]) -> None:
     """Start the HTTP server and block until it ends."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    from sglang.srt.utils import kill_itself_when_parent_died, kill_process_tree
 
+    if os.environ.get(DIE_WITH_PARENT):
+        kill_itself_when_parent_died()
     load_plugins()
     _require_plugin()
     try:

@@ -35,6 +35,8 @@ def around_create_generation_req(
     error = runtime.request_error(req, recv_req)
     if error is not None:
         req.set_finish_with_abort(error)
+    else:
+        runtime.limit_output(req)
     return req
 
 

@@ -95,17 +95,16 @@ class Settings:
 
         def value(name: str) -> Any:
             given = values.get(f"precache_{name}")
-            return os.environ.get(f"PRECACHE_{name.upper()}") if given is None else given
+            # An empty variable is one that was not set.
+            return os.environ.get(f"PRECACHE_{name.upper()}") or None if given is None else given
 
+        wait = _optional_int("--precache-max-neutral-wait", value("max_neutral_wait"))
         return cls(
             method=value("method"),
             schedule=value("schedule") or cls.schedule,
             lr_tokens=_optional_int("--precache-lr-tokens", value("lr_tokens")),
             teams=parse_teams(value("team")),
-            max_neutral_wait_ms=_optional_int(
-                "--precache-max-neutral-wait", value("max_neutral_wait")
-            )
-            or cls.max_neutral_wait_ms,
+            max_neutral_wait_ms=cls.max_neutral_wait_ms if wait is None else wait,
         )
 
     # -- travelling with SGLang's own record ---------------------------------

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -216,7 +217,7 @@ class PrecacheRadixCache(RadixCache):
         key = RadixKey(
             req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt
         )
-        if state.detached:
+        if state.detached or _is_stub(req):
             return
         if state.is_neutral or not self.method.neutral_base:
             self._publish(req, state, key)
@@ -458,6 +459,11 @@ class PrecacheRadixCache(RadixCache):
         if seen and torch.cat(seen).unique().numel() != evictable + pinned:
             problems.append("[lr] a slot is in two slices")
         return problems
+
+
+def _is_stub(req: Req) -> bool:
+    """Whether SGLang refused the request: it then runs one token that nobody sent."""
+    return isinstance(req.finished_reason, FINISH_ABORT) and len(req.origin_input_ids) == 1
 
 
 def _init_node(node: TreeNode, feeder: str) -> None:

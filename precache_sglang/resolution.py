@@ -120,7 +120,7 @@ def refuse_unsupported(config: Any) -> None:
                 "--precache-method off."
             )
     for name in _REFUSED_ENVIRONMENT:
-        if os.environ.get(name, "").lower() in ("1", "true"):
+        if os.environ.get(name, "").lower() in ("1", "true", "yes", "y"):
             raise UnsupportedError(
                 f"{name}={os.environ[name]} does not work with precache-sglang; unset it, or "
                 "start with --precache-method off."

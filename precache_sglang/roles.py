@@ -15,8 +15,20 @@ from precache_sglang.methods import Method, Rows
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.lora.mem_pool import LoRAMemoryPool
 
 COMMON_ROWS = "common"
+# Fields of adapter_config.json that make an adapter more than x + s (x A) B.
+_REFUSED_FIELDS = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layers_to_transform",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
 _DEFAULT_TEAM = "default"
 
 
@@ -152,37 +164,34 @@ def validate_config(name: str, config: dict[str, Any], method: Method, has_qk_no
     Raises:
         AdapterError: with the setting, its value and the remedy.
     """
-    for key in ("r", "lora_alpha", "target_modules"):
-        if config.get(key) is None:
-            raise AdapterError(
-                f"Adapter {name!r}: adapter_config.json has no {key!r}; save the adapter "
-                "again with PEFT."
-            )
-    for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"):
+    require_fields(f"Adapter {name!r}", config)
+    for key in _REFUSED_FIELDS:
         if config.get(key):
             raise AdapterError(
-                f"Adapter {name!r}: {key}={config[key]!r} is not supported; train with one rank "
-                "and alpha for every layer and no extra modules."
+                f"Adapter {name!r}: {key}={config[key]!r} is not supported; train a plain LoRA: "
+                "one rank and alpha for every layer and no extra modules."
             )
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         raise AdapterError(
             f"Adapter {name!r}: trained biases (bias={config.get('bias')!r}) are not supported; "
             "train with bias='none'."
         )
-    targets = config["target_modules"]
-    targets = {targets} if isinstance(targets, str) else set(targets)
+    targets = _projections(config["target_modules"])
     supported = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    if unsupported := sorted(t for t in targets if t.split(".")[-1] not in supported):
+    if unsupported := sorted(targets - supported):
         raise AdapterError(
             f"Adapter {name!r} targets {', '.join(unsupported)}; supported are "
             f"{', '.join(sorted(supported))}."
         )
-    if "v_proj" in targets and "q_proj" not in targets or "k_proj" in targets and not (
-        {"q_proj", "v_proj"} <= targets
-    ):
+    if targets & {"q_proj", "k_proj", "v_proj"} and not {"q_proj", "v_proj"} <= targets:
         raise AdapterError(
             f"Adapter {name!r} targets {', '.join(sorted(targets))}: SGLang 0.5.23 stacks q, k "
-            "and v and needs q_proj and v_proj when either k_proj or v_proj is adapted."
+            "and v and needs both q_proj and v_proj when any of the three is adapted."
+        )
+    if "up_proj" in targets and "gate_proj" not in targets:
+        raise AdapterError(
+            f"Adapter {name!r} targets {', '.join(sorted(targets))}: SGLang 0.5.23 stacks gate "
+            "and up and needs gate_proj when up_proj is adapted."
         )
     if method.base_kv and has_qk_norm and "k_proj" in targets:
         raise AdapterError(
@@ -192,28 +201,66 @@ def validate_config(name: str, config: dict[str, Any], method: Method, has_qk_no
         )
 
 
+def require_fields(subject: str, config: Any) -> None:
+    """Check what SGLang reads from ``adapter_config.json`` before it asks anybody.
+
+    Raises:
+        AdapterError: starting with `subject`.
+    """
+    again = "save the adapter again with PEFT"
+    if not isinstance(config, dict):
+        raise AdapterError(f"{subject}: adapter_config.json holds no object; {again}.")
+    for key in ("r", "lora_alpha", "target_modules"):
+        if config.get(key) is None:
+            raise AdapterError(f"{subject}: adapter_config.json has no {key!r}; {again}.")
+    rank, alpha, targets = config["r"], config["lora_alpha"], config["target_modules"]
+    listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    for key, right, what in (
+        ("r", isinstance(rank, int) and rank > 0, "a positive whole number"),
+        ("lora_alpha", isinstance(alpha, (int, float)), "a number"),
+        ("target_modules", bool(listed and targets), "a list of module names"),
+        ("peft_type", str(config.get("peft_type")).upper() == "LORA", "LORA"),
+    ):
+        if not right:
+            raise AdapterError(
+                f"{subject}: {key}={config.get(key)!r} in adapter_config.json is not {what}; "
+                f"{again}."
+            )
+
+
+def require_rank(name: str, rank: int, largest: int) -> None:
+    if rank > largest:
+        raise AdapterError(
+            f"Adapter {name!r} has rank {rank}, above this server's {largest}; start with "
+            f"--max-lora-rank {rank}."
+        )
+
+
 def targets_k(adapter: LoRAAdapter) -> bool:
-    targets = adapter.config.target_modules
-    return "k_proj" in ({targets} if isinstance(targets, str) else set(targets))
+    return "k_proj" in _projections(adapter.config.target_modules)
+
+
+def _projections(target_modules: Iterable[str]) -> set[str]:
+    """``self_attn.q_proj`` is another way to write ``q_proj``."""
+    return {target.split(".")[-1] for target in target_modules}
 
 
 def read_adapter(
-    lora_id: str, name: str, lora: LoRAAdapter, registry: RoleRegistry, device: torch.device,
-    dtype: torch.dtype, kv_size: int,
+    lora_id: str, name: str, lora: LoRAAdapter, pool: LoRAMemoryPool, registry: RoleRegistry,
+    device: torch.device, dtype: torch.dtype, kv_size: int,
 ) -> Adapter:
     """Build an `Adapter` from SGLang's CPU copy of the weights.
 
     SGLang stacks q, k and v: ``lora_A [3r, hidden]``, ``lora_B [q + 2 kv, r]``.
     """
+    _require_fit(name, lora, pool)
     digest = hashlib.sha256(f"{lora.scaling!r}".encode())
     k_pair: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     v_pair: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     rank = lora.config.r
-    num_tensors = 0
     for layer in lora.layers:
         for weight_name in sorted(layer.weights):
             weight = layer.weights[weight_name]
-            num_tensors += 1
             digest.update(weight_name.encode())
             digest.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
             if "qkv_proj" not in weight_name:
@@ -226,11 +273,6 @@ def read_adapter(
                 scaled = (weight[q_size:].float() * lora.scaling).to(device, dtype)
                 k_pair[1].append(scaled[:kv_size].T.contiguous())
                 v_pair[1].append(scaled[kv_size:].T.contiguous())
-    if num_tensors == 0:
-        raise AdapterError(
-            f"Adapter {name!r} has no tensor that belongs to this model's layers; was it "
-            "trained for another architecture?"
-        )
     has_rows = registry.method.base_kv and bool(v_pair[0])
     if has_rows and len(v_pair[0]) != len(lora.layers):
         raise AdapterError(
@@ -238,11 +280,6 @@ def read_adapter(
             "adapt all layers or none."
         )
     has_k = has_rows and targets_k(lora)
-    if has_rows and rank > registry.width:
-        raise AdapterError(
-            f"Adapter {name!r} has rank {rank}, above the low-rank pool's width "
-            f"{registry.width}; start with --max-lora-rank {rank}."
-        )
     if has_k and not registry.has_k:
         raise AdapterError(
             f"Adapter {name!r} adapts k_proj, but no adapter at start-up did, so the pool has no "
@@ -265,6 +302,54 @@ def read_adapter(
     if registry.method.rows is Rows.COMMON:
         _require_equal_a(adapter, registry.adapters.values())
     return adapter
+
+
+def _require_fit(name: str, lora: LoRAAdapter, pool: LoRAMemoryPool) -> None:
+    """Check every tensor against the buffer that SGLang will copy it into.
+
+    SGLang checks as it copies, which is in the middle of serving.
+    """
+    rank = lora.config.r
+    require_rank(name, rank, pool.max_lora_rank)
+    if not any(layer.weights for layer in lora.layers):
+        raise AdapterError(
+            f"Adapter {name!r} has no tensor that belongs to this model's layers; was it "
+            "trained for another architecture?"
+        )
+    for index, layer in enumerate(lora.layers):
+        halves: dict[str, set[str]] = {}
+        for weight_name, weight in layer.weights.items():
+            module = next((m for m in pool.A_buffer if f".{m}." in weight_name), None)
+            half = next((h for h in ("lora_A", "lora_B") if h in weight_name), None)
+            if module is None or half is None:
+                raise AdapterError(
+                    f"Adapter {name!r}: no LoRA of this server takes {weight_name} (served: "
+                    f"{', '.join(sorted(pool.A_buffer))}). Was it trained for another "
+                    "architecture? Else name its modules with --lora-target-modules."
+                )
+            if half == "lora_A":
+                _, stacked, width = pool.A_buffer[module][index].shape
+                expected = (stacked // pool.max_lora_rank * rank, width)
+            else:
+                expected = (pool.B_buffer[module][index].shape[1], rank)
+            if tuple(weight.shape) != expected:
+                raise AdapterError(
+                    f"Adapter {name!r}: {weight_name} has shape {tuple(weight.shape)}, but this "
+                    f"model and r={rank} need {expected}. Was it trained for another model, or "
+                    "with another r than adapter_config.json says?"
+                )
+            if not bool(torch.isfinite(weight).all()):
+                raise AdapterError(
+                    f"Adapter {name!r}: {weight_name} holds values that are not finite; they "
+                    "would spoil the context that the roles share. Train it again."
+                )
+            halves.setdefault(module, set()).add(half)
+        for module, found in halves.items():
+            if len(found) != 2:
+                raise AdapterError(
+                    f"Adapter {name!r}: {module} of layer {index} has {found.pop()} only; save "
+                    "the adapter again with PEFT."
+                )
 
 
 def _require_equal_a(adapter: Adapter, others: Iterable[Adapter]) -> None:

@@ -171,6 +171,7 @@ class Runtime:
                 lora_id,
                 name,
                 lora,
+                self.lora_manager.memory_pool,
                 self.roles,
                 torch.device(self.device),
                 self.dtype,
@@ -219,6 +220,11 @@ class Runtime:
         ):
             if given:
                 return f"{name} is not supported by precache-sglang; leave it out of the request."
+        tokens = req.origin_input_ids
+        if tokens and not (0 <= min(tokens) and max(tokens) < req.vocab_size):
+            # SGLang would index the embedding with it, which ends the process.
+            bad = next(token for token in tokens if not 0 <= token < req.vocab_size)
+            return f"input_ids holds {bad}; this model's tokens are 0 to {req.vocab_size - 1}."
         if self.lr_pool is None or state.own_key is None:
             return None
         needed = len(req.origin_input_ids) + 1
@@ -229,6 +235,15 @@ class Runtime:
                 "shorter prompt."
             )
         return None
+
+    def limit_output(self, req: Req) -> None:
+        """Bound an answer by the LR pool, as SGLang bounds it by the KV pool."""
+        if self.lr_pool is None or state_of(req).own_key is None:
+            return
+        params = req.sampling_params
+        limit = self.lr_pool.size - len(req.origin_input_ids)
+        if params.max_new_tokens is None or params.max_new_tokens > limit:
+            params.max_new_tokens = limit
 
     # -- LR slots ------------------------------------------------------------
 

@@ -120,7 +120,7 @@ class Clients:
             (26, self.extend),
             (10, self.together),
             (10, self.repeat),
-            (12, self.long),
+            (4, self.crowd),
             (9, self.abort),
             (9, self.hang_up),
             (10, self.probe),
@@ -251,8 +251,15 @@ class Clients:
     def extend(self, rng: random.Random) -> None:
         self._turn(rng, self._role(rng), rng.randint(1, 24))
 
-    def long(self, rng: random.Random) -> None:
-        self._turn(rng, self._role(rng), rng.randint(200, 400))
+    def crowd(self, rng: random.Random) -> None:
+        """More than the pool can hold, admitted in the hope of short answers."""
+        bodies = []
+        for _ in range(6):
+            context, prompt = self._context(rng)
+            prompt = (prompt + _random_tokens(rng, 300))[:900]
+            length = rng.randint(60, 140)
+            bodies.append(self._body(rng, context.salt, prompt, self._role(rng), length))
+        _in_threads([lambda body=body: self._generate(body) for body in bodies])
 
     def together(self, rng: random.Random) -> None:
         """Several roles read, or feed, the same tokens at the same moment."""
@@ -275,7 +282,7 @@ class Clients:
         with self.lock:
             self.serial += 1
             rid = f"abort-{self.serial}-"  # SGLang aborts by prefix
-        length = rng.randint(100, 400)
+        length = rng.randint(50, 300)
         body = {**self._body(rng, context.salt, prompt, self._role(rng), length), "rid": rid}
         body["sampling_params"].pop("n", None)
         wait = rng.uniform(0, 0.5)
@@ -289,7 +296,7 @@ class Clients:
     def hang_up(self, rng: random.Random) -> None:
         """Close the connection before, or while, the answer is streamed."""
         context, prompt = self._context(rng)
-        body = self._body(rng, context.salt, prompt, self._role(rng), rng.randint(60, 300))
+        body = self._body(rng, context.salt, prompt, self._role(rng), rng.randint(40, 160))
         body["stream"] = rng.random() < 0.8
         text = json.dumps(body).encode()
         head = (

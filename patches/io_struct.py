@@ -1,0 +1,47 @@
+"""sglang.srt.managers.io_struct
+
+Why: a `lora_path` list for one prompt ends SGLang's scheduler process, a list of the wrong
+length is an internal error, and an empty name is served by the model without an adapter.
+How: check the shape once SGLang has counted the prompts; SGLang turns a `ValueError` into
+status 400.
+Gone when: SGLang checks that there is one adapter for each prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precache_sglang.config import Settings
+from precache_sglang.patches import Patch
+
+
+def after_normalize(_result: None, request: Any) -> None:
+    from sglang.srt.runtime_context import get_server_args
+
+    settings = Settings.of(get_server_args())
+    if settings is None or settings.policy is None or request.lora_path is None:
+        return
+    paths = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
+    if "" in paths:
+        raise ValueError(
+            "lora_path is empty; name a role, or leave it out for the model without an adapter."
+        )
+    if not isinstance(request.lora_path, list):
+        return
+    if request.is_single:
+        raise ValueError("lora_path is a list, but there is one prompt; give one role.")
+    samples = request.parallel_sample_num
+    if len(paths) != request.batch_size * samples:
+        raise ValueError(
+            f"lora_path lists {len(paths) // samples} roles for {request.batch_size} prompts; "
+            "give one role, or one for each prompt (null for none)."
+        )
+
+
+PATCHES = [
+    Patch(
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        "after",
+        after_normalize,
+    ),
+]

@@ -1,0 +1,224 @@
+"""The float32 server gives the reference engine's logprobs, over HTTP.
+
+One server carries both shipped adapter sets, each as a team of its own, so every run
+also checks that teams do not meet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agreement import TOLERANCE, Trajectory, random_turns, run_trajectories
+from reference import ReferenceEngine, Weights
+from safetensors.torch import load_file, save_file
+from tiny import make_adapter, make_model
+
+from precache_sglang.launch.model import demo_adapters, ensure_demo_model
+from precache_sglang.launch.process import ServerProcess
+from precache_sglang.launch.trajectories import load_trajectories
+
+ROLES = ("plan", "action", "reflect")
+SETS = {"qv": "scienceqa-qv-r8", "qkvo": "scienceqa-qkvo-r4"}
+SMOLLM2_VOCABULARY = 49152
+# baselrshared needs adapters with one A; its case is built from the shipped ones below.
+METHODS = ("nonshared", "fullshared", "baseshared", "baselrshared", "prelrshared", "rebaseshared")
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return ensure_demo_model()
+
+
+@pytest.fixture(scope="module")
+def weights(model: Path) -> Weights:
+    return Weights.load(model)
+
+
+def adapter_sets(method: str, folder: Path) -> dict[str, dict[str, Path]]:
+    """Set name to role name to folder. Role names carry their set: ``qv-plan``."""
+    sets = {
+        name: {f"{name}-{role}": path for role, path in demo_adapters(shipped).items()}
+        for name, shipped in SETS.items()
+    }
+    if method == "baselrshared":
+        sets = {"qv": _with_common_a(sets["qv"], folder)}
+    return sets
+
+
+def _with_common_a(adapters: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """Copies of the adapters in which every v_proj A is the first adapter's."""
+    first = load_file(next(iter(adapters.values())) / "adapter_model.safetensors")
+    common = {k: v for k, v in first.items() if "v_proj.lora_A" in k}
+    copies: dict[str, Path] = {}
+    for role, path in adapters.items():
+        copies[role] = folder / role
+        copies[role].mkdir()
+        tensors = load_file(path / "adapter_model.safetensors") | common
+        save_file(tensors, copies[role] / "adapter_model.safetensors")
+        config = (path / "adapter_config.json").read_text()
+        (copies[role] / "adapter_config.json").write_text(config)
+    return copies
+
+
+class Case:
+    """A server with its adapter sets, and reference engines to mirror it."""
+
+    def __init__(
+        self, method: str, sets: dict[str, dict[str, Path]], weights: Weights, server: ServerProcess
+    ) -> None:
+        self.method = method
+        self.sets = sets
+        self.weights = weights
+        self.server = server
+        self._serial = 0
+
+    def trajectory(self, set_name: str) -> Trajectory:
+        self._serial += 1
+        reference = ReferenceEngine(self.weights, self.method, self.sets[set_name])
+        return Trajectory(self.server, reference, f"{set_name}-{self._serial}")
+
+    def roles(self, set_name: str) -> list[str]:
+        return list(self.sets[set_name])
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(method, chunk) for method in METHODS for chunk in ("whole", "64")],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def case(
+    request: pytest.FixtureRequest,
+    model: Path,
+    weights: Weights,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Case]:
+    method, chunk = request.param
+    sets = adapter_sets(method, tmp_path_factory.mktemp("common"))
+    adapters = {role: path for roles in sets.values() for role, path in roles.items()}
+    teams = [f"{name}={','.join(roles)}" for name, roles in sets.items()]
+    args = ["--precache-method", method, "--dtype", "float32", "--log-level", "warning"]
+    for team in teams:
+        args += ["--precache-team", team]
+    args += ["--max-total-tokens", "24000", "--max-running-requests", "8"]
+    args += ["--max-loras-per-batch", str(len(adapters) + 1)]
+    args += ["--chunked-prefill-size", "64" if chunk == "64" else "4096"]
+    with ServerProcess(model, adapters, args) as server:
+        yield Case(method, sets, weights, server)
+        assert server.alive()
+        state = server.wait_for_backlog()
+        assert state["problems"] == []
+        assert state["lr_slots_pinned"] == 0
+        assert state["base_tokens_in_use"] == state["base_tokens"]
+
+
+def test_text_trajectories_one_at_a_time(case: Case, model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for index, (set_name, recorded) in enumerate(
+        zip(case.sets, load_trajectories(), strict=False)
+    ):
+        trajectory = case.trajectory(set_name)
+        for turn in recorded.turns[: 8 + index]:
+            new = tokenizer.encode(turn.input_text_appended, add_special_tokens=False)
+            trajectory.turn(f"{set_name}-{turn.role}", new, 6)
+        assert trajectory.difference < TOLERANCE
+
+
+def test_random_tokens_in_random_role_order(case: Case) -> None:
+    """With adapter-free turns between, one trajectory at a time and four at once."""
+    rng = random.Random(7)
+    for at_once in (1, 4):
+        trajectories = []
+        turns = []
+        for index in range(at_once):
+            set_name = list(case.sets)[index % len(case.sets)]
+            roles: list[str | None] = [*case.roles(set_name)]
+            if set_name == next(iter(case.sets)):
+                roles.append(None)  # requests without an adapter read the first team
+            trajectories.append(case.trajectory(set_name))
+            turns.append(random_turns(rng, SMOLLM2_VOCABULARY, roles, 6, longest=150))
+        assert run_trajectories(trajectories, turns, at_once) < TOLERANCE
+
+
+def test_a_role_switch_reads_the_earlier_context_as_shared(case: Case) -> None:
+    set_name = next(iter(case.sets))
+    first, second, _ = case.roles(set_name)
+    trajectory = case.trajectory(set_name)
+    rng = random.Random(3)
+    new = [rng.randrange(20, SMOLLM2_VOCABULARY) for _ in range(400)]
+    trajectory.turn(first, new, 4)
+    context = len(trajectory.tokens) - 1  # the last sampled token was never fed
+    counts = trajectory.turn(second, new[:10], 4).counts
+    assert sum(counts.values()) == len(trajectory.tokens) - 4
+    if case.method in ("fullshared", "baselrshared", "prelrshared", "rebaseshared"):
+        assert counts["shared"] >= 0.95 * context
+    elif case.method == "baseshared":
+        assert counts["shared"] == 0
+        assert counts["replayed"] >= 0.95 * context
+    else:
+        assert counts["shared"] == counts["replayed"] == 0
+    assert trajectory.difference < TOLERANCE
+
+
+def test_an_adapter_loaded_in_mid_trajectory(case: Case) -> None:
+    """Unload and load again: the same content may keep its rows, other content may not."""
+    set_name = next(iter(case.sets))
+    roles = case.roles(set_name)
+    late = roles[-1]
+    trajectory = case.trajectory(set_name)
+    rng = random.Random(11)
+
+    def new(count: int) -> list[int]:
+        return [rng.randrange(20, SMOLLM2_VOCABULARY) for _ in range(count)]
+
+    trajectory.turn(roles[0], new(120), 4)
+    case.server.post("/unload_lora_adapter", {"lora_name": late})
+    trajectory.reference.unload(late)
+    trajectory.turn(roles[1], new(90), 5)
+    path = str(case.sets[set_name][late])
+    case.server.post("/load_lora_adapter", {"lora_name": late, "lora_path": path})
+    trajectory.reference.load(late, path)
+    result = trajectory.turn(late, new(30), 5)
+    trajectory.turn(roles[0], new(20), 4)
+    trajectory.turn(late, new(10), 4)
+    assert trajectory.difference < TOLERANCE
+    assert sum(result.counts.values()) == 120 + 4 + 90 + 5 + 30
+
+
+TINY_TARGETS = {
+    "plan": {"r": 8},
+    "action": {"r": 4, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
+    "reflect": {"r": 6, "targets": ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")},
+    "scaled": {"r": 5, "use_rslora": True},
+    "mlp": {"r": 3, "targets": ("gate_proj", "up_proj", "down_proj")},
+}
+
+
+@pytest.mark.parametrize("method", ["baseshared", "prelrshared", "rebaseshared"])
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2"])
+def test_other_architectures_mixed_ranks_and_targets(
+    architecture: str, method: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", architecture)
+    adapters = {
+        role: make_adapter(tmp_path / role, model, seed=seed, **settings)
+        for seed, (role, settings) in enumerate(TINY_TARGETS.items())
+    }
+    weights = Weights.load(model)
+    args = ["--precache-method", method, "--dtype", "float32", "--skip-tokenizer-init"]
+    args += ["--max-total-tokens", "8000", "--max-running-requests", "8"]
+    args += ["--max-loras-per-batch", "6", "--chunked-prefill-size", "64"]
+    with ServerProcess(model, adapters, [*args, "--log-level", "warning"]) as server:
+        rng = random.Random(5)
+        roles: list[str | None] = [*adapters, None]
+        turns = [random_turns(rng, 256, roles, 8, longest=120) for _ in range(4)]
+        trajectories = [
+            Trajectory(server, ReferenceEngine(weights, method, adapters), str(i))
+            for i in range(4)
+        ]
+        assert run_trajectories(trajectories, turns, at_once=4) < TOLERANCE
+        assert server.wait_for_backlog()["problems"] == []
