@@ -20,6 +20,7 @@ from precache_sglang.launch.process import ServerProcess
 from precache_sglang.launch.replay import Replay, replay_trace
 from precache_sglang.launch.report import median_of, plot_ttft, table, write_json
 from precache_sglang.launch.traces import load_trace, tokens_for, total_len
+
 from precache_sglang.methods import METHODS, OFF
 
 DEFAULT_METHODS = ("off", "nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")

@@ -20,8 +20,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from precache_sglang.launch.bench import LONG_CONTEXT, server_flags, warm_up
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerProcess
@@ -29,6 +27,8 @@ from precache_sglang.launch.replay import Replay, replay_text, replay_trace
 from precache_sglang.launch.report import median_of, plot_ttft, table, write_json
 from precache_sglang.launch.traces import load_trace, tokens_for, total_len
 from precache_sglang.launch.trajectories import Trajectory, load_trajectories
+from tqdm import tqdm
+
 from precache_sglang.methods import METHODS
 
 METHODS_SHOWN = ("nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
@@ -64,12 +64,15 @@ def demo(argv: Sequence[str]) -> None:
             warm_up(server, list(adapters))
             bar.set_description("agent trajectory")
             texts[method] = [
-                replay_text(server, trajectory, encode, progress=bar.update)
+                replay_text(server, trajectory, encode, progress=lambda: _advance(bar))
                 for trajectory in trajectories
             ]
             bar.set_description(f"trace {args.trace}")
             traces[method] = replay_trace(
-                server, trace, tokens_for(trace, len_vocabulary(model), seed=0), bar.update
+                server,
+                trace,
+                tokens_for(trace, len_vocabulary(model), seed=0),
+                lambda: _advance(bar),
             )
         for trajectory, replay in zip(trajectories, texts[method], strict=True):
             _print_conversation(trajectory, replay, decode)
@@ -100,6 +103,10 @@ def demo(argv: Sequence[str]) -> None:
     print(f"Plot and numbers: {args.out} ({time.perf_counter() - start:.0f} s in all)")
 
 
+def _advance(bar: Any) -> None:
+    bar.update()
+
+
 def _tokenizer(model: Path) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
@@ -122,9 +129,7 @@ def len_vocabulary(model: Path) -> int:
 def _print_conversation(trajectory: Trajectory, replay: Replay, decode: Any) -> None:
     print(f"\n[{trajectory.id}] {trajectory.question}")
     print(f"  {trajectory.options}")
-    for turn, timing, output in zip(
-        trajectory.turns, replay.turns, replay.outputs, strict=True
-    ):
+    for turn, timing, output in zip(trajectory.turns, replay.turns, replay.outputs, strict=True):
         said = " ".join(decode(output).split()) or "(nothing)"
         print(
             f"  {turn.role:>8} {turn.kind:<12} {timing.ttft_ms:>7.0f} ms  "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -52,7 +53,8 @@ class ServerProcess:
         self.command = command + (args or [])
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", DIE_WITH_PARENT: "1", **(env or {})}
         self.start_timeout = start_timeout
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
+        self._ended_log: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
@@ -74,10 +76,10 @@ class ServerProcess:
         )
         deadline = time.monotonic() + self.start_timeout
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise ServerError(
-                    f"The server ended with status {self._process.returncode}:\n{self.log_tail()}"
-                )
+            status = self._process.poll()
+            if status is not None:
+                self.stop()
+                raise ServerError(f"The server ended with status {status}:\n{self.log_tail()}")
             try:
                 # Answers 200 once the warm-up request is through.
                 with _OPENER.open(f"{self.url}/health", timeout=5) as response:
@@ -93,16 +95,18 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
+        self._ended_log = self.log()
+        self._log.close()
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def log(self) -> str:
+        if self._ended_log is not None:
+            return self._ended_log
         end = self._log.seek(0, os.SEEK_END)
         self._log.seek(0)
         return self._log.read(end).decode(errors="replace")

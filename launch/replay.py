@@ -116,13 +116,13 @@ def _replay(
         body = {"input_ids": prompt, "lora_path": role, "sampling_params": sampling}
         called = time.perf_counter()
         first: float | None = None
-        event: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         for event in server.stream("/generate", body):
-            if first is None:
-                first = time.perf_counter()
+            first = first or time.perf_counter()
+            last = event
         done = time.perf_counter()
         assert first is not None, "a turn has at least one token"
-        meta, output = event["meta_info"], event["output_ids"]
+        meta, output = last["meta_info"], last["output_ids"]
         counts = meta.get("precache") or {
             "shared": 0,
             "own": meta["cached_tokens"],

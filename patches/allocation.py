@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from precache_sglang.patches import Patch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-from precache_sglang.patches import Patch
 from precache_sglang.runtime import current
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from precache_sglang.patches import Patch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from precache_sglang.patches import Patch
 from precache_sglang.runtime import current
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from precache_sglang.config import Settings
 from precache_sglang.patches import Patch
+
+from precache_sglang.config import Settings
 
 
 def after_normalize(_result: None, request: Any) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from precache_sglang.patches import Patch
 from sglang.srt.lora.layers import QKVParallelLinearWithLoRA
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.lora_manager import LoRAManager
@@ -23,7 +24,6 @@ from sglang.srt.lora.lora_registry import LoRARef
 from precache_sglang import runtime as runtime_module
 from precache_sglang.config import Settings
 from precache_sglang.errors import AdapterError
-from precache_sglang.patches import Patch
 from precache_sglang.roles import require_fields, require_rank, validate_config
 from precache_sglang.runtime import current
 
@@ -94,9 +94,7 @@ def before_validate_new_adapter(
         require_rank(lora_ref.lora_name, lora_config.r, pool.max_lora_rank)
     model_config = manager.base_hf_config
     has_qk_norm = "Qwen3" in "".join(getattr(model_config, "architectures", None) or ())
-    validate_config(
-        lora_ref.lora_name, lora_config.hf_config, settings.policy, has_qk_norm
-    )
+    validate_config(lora_ref.lora_name, lora_config.hf_config, settings.policy, has_qk_norm)
 
 
 def after_slice_lora_b_weights(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from precache_sglang.patches import Patch
+
 from precache_sglang.streamer import INFO_KEY, PromptTokens
 
 _allowed = False
@@ -40,11 +41,9 @@ def _allow_extra_field() -> None:
     protocol.UsageInfo.model_rebuild(force=True)
     # A response model holds a compiled copy of the models inside it.
     for model in list(vars(protocol).values()):
-        if (
-            isinstance(model, type)
-            and issubclass(model, BaseModel)
-            and "usage" in model.model_fields
-        ):
+        if not isinstance(model, type) or not issubclass(model, BaseModel):
+            continue
+        if "usage" in model.model_fields:
             model.model_rebuild(force=True)
 
 

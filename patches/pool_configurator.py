@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from precache_sglang.patches import Patch
+
 from precache_sglang.runtime import current
 
 

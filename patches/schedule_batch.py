@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from precache_sglang.patches import Patch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-from precache_sglang.patches import Patch
 from precache_sglang.runtime import current
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from precache_sglang.patches import Patch
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
 from precache_sglang.admission import PrecachePrefillAdder
 from precache_sglang.neutral import NeutralScheduler
-from precache_sglang.patches import Patch
 from precache_sglang.runtime import current
 from precache_sglang.streamer import PrecacheOutputStreamer
 
@@ -29,10 +29,18 @@ def around_create_generation_req(
     runtime = current()
     if runtime is None:
         return req
-    req.precache = runtime.new_state(kwargs.get("lora_id"))
+    lora_id = kwargs.get("lora_id")
+    # SGLang's front end looks a role up before it counts the request as a user of it; an
+    # unload in between gets here first.
+    unloaded = lora_id is not None and lora_id not in runtime.roles.adapters
+    if unloaded:
+        lora_id = req.lora_id = None
+    req.precache = runtime.new_state(lora_id)
     # SGLang appends the adapter's id, which would give every role a tree of its own.
     req.extra_key = runtime.namespace(req.precache, kwargs.get("extra_key"))
     error = runtime.request_error(req, recv_req)
+    if unloaded:
+        error = "The role's adapter was unloaded before the request arrived; load it again."
     if error is not None:
         req.set_finish_with_abort(error)
     else:
@@ -70,9 +78,7 @@ def around_flush_cache(
     original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> bool:
     runtime = current()
-    if runtime is not None and scheduler.is_fully_idle(
-        ignore_waiting=scheduler._engine_paused
-    ):
+    if runtime is not None and scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused):
         # What a neutral pass would rebuild is about to be thrown away.
         runtime.backlog.clear()
     return original(scheduler, *args, **kwargs)

@@ -12,8 +12,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from precache_sglang.config import Settings, add_cli_args
 from precache_sglang.patches import Patch
+
+from precache_sglang.config import Settings, add_cli_args
 
 
 def after_add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:

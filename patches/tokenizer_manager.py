@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precache_sglang.patches import Patch
+
 from precache_sglang.streamer import INFO_KEY, PromptTokens
 
 

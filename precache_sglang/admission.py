@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from precache_sglang.request import state_of
 from precache_sglang.runtime import current
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class PrecachePrefillAdder(PrefillAdder):
-    """SGLang's adder, with two corrections.
+    """SGLang's adder, with three corrections.
 
     Replayed tokens are computed but need no KV slot: charging them would keep a role out
-    of a pool that is full of the very context it wants to read. And a request needs LR
-    slots for its own adapter.
+    of a pool that is full of the very context it wants to read. A request needs LR slots
+    for its own adapter. And of two roles that bring the same new tokens, one feeds them
+    and the other reads them one step later, where the first one's pass is what counts.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,7 +35,16 @@ class PrecachePrefillAdder(PrefillAdder):
             req, extend_input_len=extend_input_len, total_tokens=total_tokens, **kwargs
         )
 
+    def add_chunked_req(self, req: Req) -> Req | None:
+        # All its rows were promised when its first chunk was admitted; keep the promise
+        # before others that join this step.
+        self._promised_rows += self._rows_needed(req)
+        rest: Req | None = super().add_chunked_req(req)
+        return rest
+
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
+        if self._fed_in_this_step(req):
+            return AddReqResult.OTHER
         rows = self._rows_needed(req)
         runtime = current()
         if rows and runtime is not None:
@@ -52,12 +63,27 @@ class PrecachePrefillAdder(PrefillAdder):
         self.memory_budget.total_offset -= replayed
         self.memory_budget.current_offset -= replayed
 
+    def _fed_in_this_step(self, req: Req) -> bool:
+        """Whether another role is about to publish tokens that `req` would compute too."""
+        runtime = current()
+        if runtime is None or not runtime.method.shared or runtime.method.neutral_base:
+            return False
+        mine = state_of(req)
+        key = RadixKey(req.full_untruncated_fill_ids)
+        return any(
+            state_of(other).feeder != mine.feeder
+            and (other.extra_key, other.cache_salt) == (req.extra_key, req.cache_salt)
+            and key.match(RadixKey(other.full_untruncated_fill_ids)) > mine.base_len
+            for other in self.can_run_list
+        )
+
     def _rows_needed(self, req: Req) -> int:
         runtime = current()
         state = state_of(req)
         if runtime is None or runtime.lr_pool is None or state.own_key is None:
             return 0
-        return max(0, len(req.full_untruncated_fill_ids) - state.lr_len)
+        # Beyond `lr_len`, a chunk's predecessors have theirs already.
+        return max(0, len(req.full_untruncated_fill_ids) - max(req.prefix_len, state.lr_len))
 
 
 def _replayed(req: Req) -> int:

@@ -88,9 +88,7 @@ class PrecacheAttnBackend(AttentionBackend):
             if adapter is not None and adapter.rows_key is not None:
                 lr_slots = runtime.req_to_lr[row, :num_tokens].to(torch.int64)
             slots = self.req_to_token[row, :num_tokens].to(torch.int64)
-            self.spans.append(
-                _Span(start, num_new, _as_run(slots), lr_slots, adapter, num_tokens)
-            )
+            self.spans.append(_Span(start, num_new, _as_run(slots), lr_slots, adapter, num_tokens))
             start += num_new
 
     def forward_extend(

@@ -83,7 +83,7 @@ class Settings:
         """The method's row of the table; None when off."""
         if self.method in (None, OFF):
             return None
-        return METHODS[self.method]  # type: ignore[index]
+        return METHODS[self.method]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Settings:

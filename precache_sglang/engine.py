@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import sglang
+from sglang.srt.entrypoints.engine import Engine as SGLangEngine
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from precache_sglang.config import Settings
 
 
-class Engine(sglang.Engine):
+class Engine(SGLangEngine):
     """SGLang's offline engine with a shared KV cache.
 
     Takes SGLang's keyword arguments, and ours: ``precache_method``,
@@ -42,9 +42,7 @@ class Engine(sglang.Engine):
 
     def precache_state(self) -> dict[str, Any]:
         """What ``GET /precache/state`` reports; empty where precache is off."""
-        (internal, *_) = self.loop.run_until_complete(
-            self.tokenizer_manager.get_internal_state()
-        )
+        (internal, *_) = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
         state: dict[str, Any] = internal.get("precache", {})
         return state
 

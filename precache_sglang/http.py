@@ -19,4 +19,5 @@ async def state() -> dict[str, Any]:
         raise HTTPException(
             404, "precache is off on this server; start it with adapters and --precache-method."
         )
-    return internal["precache"]  # type: ignore[no-any-return]
+    report: dict[str, Any] = internal["precache"]
+    return report

@@ -73,7 +73,9 @@ class LRPool:
         blocks, tokens = slots.shape
         by_block = rows.view(tokens, blocks, -1, self.width)
         flat = slots.reshape(-1)
-        self.v[layer].index_copy_(0, flat, by_block[:, :, 0].transpose(0, 1).reshape(-1, self.width))
+        self.v[layer].index_copy_(
+            0, flat, by_block[:, :, 0].transpose(0, 1).reshape(-1, self.width)
+        )
         if self.k is not None:
             self.k[layer].index_copy_(
                 0, flat, by_block[:, :, 1].transpose(0, 1).reshape(-1, self.width)

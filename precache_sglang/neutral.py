@@ -149,6 +149,16 @@ class Backlog:
                 self.runtime.free_rows(job.rows.slots())
                 job.rows = None
 
+    def drop_rows(self) -> bool:
+        """Free the rows of the oldest job that holds some; its role will replay its turn."""
+        for job in self.jobs:
+            if job.rows is not None and job.rows.num_slots:
+                self.runtime.stats.dropped_rows += job.rows.num_slots
+                self.runtime.free_rows(job.rows.slots())
+                job.rows = None
+                return True
+        return False
+
     def drop_oldest(self) -> int | None:
         """Give up the oldest job; its span stays unpublished. Base slots freed, or None."""
         if not self.jobs:
@@ -184,7 +194,6 @@ class NeutralScheduler:
         self.backlog = runtime.backlog
         self._serial = itertools.count()
         self._batch: ScheduleBatch | None = None  # the neutral batch of the last step
-        self._suspended: ScheduleBatch | None = None  # SGLang's last batch before it
         self._under_pressure = False
 
     def next_batch(
@@ -202,7 +211,7 @@ class NeutralScheduler:
         scheduler = self.scheduler
         after_neutral = last_batch is not None and last_batch is self._batch
         if after_neutral:
-            last_batch, self._suspended, self._batch = self._suspended, None, None
+            last_batch = self._batch = None
         if not self.backlog.jobs:
             return original(scheduler, running_batch=running_batch, last_batch=last_batch)
 
@@ -216,9 +225,9 @@ class NeutralScheduler:
         )
         urgent = wanted or (self.backlog.jobs[0] if self._under_pressure else None)
         if urgent is not None and not (after_neutral and others):
+            running_batch, last_batch = self._merged(running_batch, last_batch), None
             batch = self._build(urgent)
             if batch is not None:
-                self._suspended = last_batch
                 return _plan(batch, running_batch)
 
         queue = scheduler.waiting_queue
@@ -228,9 +237,9 @@ class NeutralScheduler:
         finally:
             left = scheduler.waiting_queue
             still = set(map(id, left))
-            scheduler.waiting_queue = [
-                req for req in queue if req in held or id(req) in still
-            ] + [req for req in left if req not in queue]
+            scheduler.waiting_queue = [req for req in queue if req in held or id(req) in still] + [
+                req for req in left if req not in queue
+            ]
         # Something waits, and not for a neutral pass: the slots that the backlog holds
         # may be what it waits for. A finished pass turns them into evictable nodes.
         self._under_pressure = len(scheduler.waiting_queue) > len(held)
@@ -239,6 +248,29 @@ class NeutralScheduler:
             if batch is not None:
                 return _plan(batch, plan.running_batch)
         return plan
+
+    def _merged(
+        self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
+    ) -> ScheduleBatch:
+        """The running batch with the requests of SGLang's last prefill step.
+
+        This is how SGLang's own next step begins. Done ahead of a neutral step, which
+        takes the place of the last batch: an abort or a flush that arrives meanwhile looks
+        for requests in these two batches.
+        """
+        if last_batch is None or not last_batch.forward_mode.is_extend():
+            return running_batch
+        size = last_batch.batch_size()
+        chunked = (self.scheduler.chunked_req, last_batch.chunked_req)
+        last_batch.filter_batch(reqs_to_exclude=[req for req in chunked if req is not None])
+        if last_batch.batch_size() < size:
+            running_batch.batch_is_full = False
+        if last_batch.is_empty() or last_batch is running_batch:
+            return running_batch
+        if running_batch.is_empty():
+            return last_batch
+        running_batch.merge_batch(last_batch)
+        return running_batch
 
     def _admit_ready_grammars(self) -> None:
         # SGLang does this inside its own step, after we have sorted out who waits.
@@ -302,7 +334,7 @@ class NeutralScheduler:
 
         Nothing of it goes to the output, to usage or to the logs of requests.
         """
-        if batch is not self._batch:
+        if self._batch is None or batch is not self._batch:
             return False
         (req,) = batch.reqs
         job = state_of(req).job
@@ -327,4 +359,3 @@ def _plan(batch: ScheduleBatch, running_batch: ScheduleBatch) -> NextBatchPlan:
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
-

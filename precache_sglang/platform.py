@@ -57,7 +57,7 @@ class PurePyTorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _ignore_pin_memory() -> None:
     """Make ``pin_memory=True`` a no-op in tensor factories and `Tensor.pin_memory`."""
-    torch.Tensor.pin_memory = lambda self, *_a, **_k: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = lambda self, *_a, **_k: self
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
         original = getattr(torch, name)
 

@@ -238,7 +238,8 @@ class PrecacheRadixCache(RadixCache):
             # stay; ours were computed from other base KV and must not be mixed with them.
             state.detached = True
             self.stats.conflicts += 1
-            self._attach_rows(path, state, min(state.base_len, matched))
+            if req.finished():  # else the rows are still read, and the tree might evict them
+                self._attach_rows(path, state, min(state.base_len, matched))
             return
         if matched < end:
             slots = row[matched:end].to(torch.int64)

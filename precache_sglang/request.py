@@ -119,4 +119,5 @@ class RequestState:
 
 
 def state_of(req: Req) -> RequestState:
-    return req.precache  # type: ignore[attr-defined, no-any-return]
+    state: RequestState = req.precache
+    return state

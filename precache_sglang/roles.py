@@ -246,8 +246,14 @@ def _projections(target_modules: Iterable[str]) -> set[str]:
 
 
 def read_adapter(
-    lora_id: str, name: str, lora: LoRAAdapter, pool: LoRAMemoryPool, registry: RoleRegistry,
-    device: torch.device, dtype: torch.dtype, kv_size: int,
+    lora_id: str,
+    name: str,
+    lora: LoRAAdapter,
+    pool: LoRAMemoryPool,
+    registry: RoleRegistry,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_size: int,
 ) -> Adapter:
     """Build an `Adapter` from SGLang's CPU copy of the weights.
 

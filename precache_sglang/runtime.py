@@ -221,7 +221,7 @@ class Runtime:
             if given:
                 return f"{name} is not supported by precache-sglang; leave it out of the request."
         tokens = req.origin_input_ids
-        if tokens and not (0 <= min(tokens) and max(tokens) < req.vocab_size):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < req.vocab_size):
             # SGLang would index the embedding with it, which ends the process.
             bad = next(token for token in tokens if not 0 <= token < req.vocab_size)
             return f"input_ids holds {bad}; this model's tokens are 0 to {req.vocab_size - 1}."
@@ -296,7 +296,11 @@ class Runtime:
         if self.lr_pool is None:
             return True
         needed = sum(state_of(req).own_key is not None for req in reqs)
-        return needed <= self.rows_available() + self.optional_rows(self.running_states())
+        while needed > self.rows_available() + self.optional_rows(self.running_states()):
+            # Rows of finished turns come second to a user's answer.
+            if not self.backlog.drop_rows():
+                return False
+        return True
 
     def _take(self, num_slots: int, required: bool) -> torch.Tensor | None:
         """Slots from the pool, evicting slices if need be; None if there are too few."""
@@ -397,9 +401,9 @@ class Runtime:
             end = min(state.base_len, req.extend_end)
             if end > req.prefix_len:
                 shared = self.tree.path_device_indices(req.last_node)
-                table[req.kv.req_pool_idx, req.prefix_len : end] = shared[
-                    req.prefix_len : end
-                ].to(table.dtype)
+                table[req.kv.req_pool_idx, req.prefix_len : end] = shared[req.prefix_len : end].to(
+                    table.dtype
+                )
             if not state.tabled:
                 state.tabled = True
                 state.written = self.roles.rows_written(
@@ -587,8 +591,8 @@ def create(lora_manager: LoRAManager) -> Runtime | None:
     num_adapters = len(lora_manager.loras)
     if lora_manager.max_loras_per_batch < num_adapters + 1:
         raise UnsupportedError(
-            f"--max-loras-per-batch {lora_manager.max_loras_per_batch} with {num_adapters} adapters: "
-            "adapter-free passes occupy one slot more; start with --max-loras-per-batch "
+            f"--max-loras-per-batch {lora_manager.max_loras_per_batch} with {num_adapters} "
+            "adapters: adapter-free passes occupy one slot more; start with --max-loras-per-batch "
             f"{num_adapters + 1}."
         )
     return Runtime(settings, settings.policy, lora_manager)

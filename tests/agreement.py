@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from reference import ReferenceEngine
-
 from precache_sglang.launch.process import ServerProcess
+from reference import ReferenceEngine
 
 TOLERANCE = 1e-3
 

@@ -1,11 +1,13 @@
-"""Build the wheel, unpack it elsewhere and import every module from there.
+"""Build the wheel, unpack it elsewhere, import and type-check every module from there.
 
 An editable install sees the whole checkout; only the wheel shows a package that is
-missing from ``pyproject.toml`` or data that is not packed.
+missing from ``pyproject.toml`` or data that is not packed. And type checkers cannot see
+through the folder mapping.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,13 @@ def main() -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
         subprocess.run([sys.executable, "-c", IMPORT_ALL, str(site)], check=True, cwd=folder)
+        config = ROOT / "pyproject.toml"
+        subprocess.run(
+            [sys.executable, "-m", "mypy", "--config-file", str(config), "-p", "precache_sglang"],
+            check=True,
+            cwd=folder,
+            env={**os.environ, "MYPYPATH": str(site)},
+        )
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from agreement import TOLERANCE, Trajectory, random_turns, run_trajectories
-from reference import ReferenceEngine, Weights
-from safetensors.torch import load_file, save_file
-from tiny import make_adapter, make_model
-
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerProcess
 from precache_sglang.launch.trajectories import load_trajectories
+from reference import ReferenceEngine, Weights
+from safetensors.torch import load_file, save_file
+from tiny import make_adapter, make_model
 
 ROLES = ("plan", "action", "reflect")
 SETS = {"qv": "scienceqa-qv-r8", "qkvo": "scienceqa-qkvo-r4"}
@@ -118,9 +118,7 @@ def test_text_trajectories_one_at_a_time(case: Case, model: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    for index, (set_name, recorded) in enumerate(
-        zip(case.sets, load_trajectories(), strict=False)
-    ):
+    for index, (set_name, recorded) in enumerate(zip(case.sets, load_trajectories(), strict=False)):
         trajectory = case.trajectory(set_name)
         for turn in recorded.turns[: 8 + index]:
             new = tokenizer.encode(turn.input_text_appended, add_special_tokens=False)
@@ -217,8 +215,71 @@ def test_other_architectures_mixed_ranks_and_targets(
         roles: list[str | None] = [*adapters, None]
         turns = [random_turns(rng, 256, roles, 8, longest=120) for _ in range(4)]
         trajectories = [
-            Trajectory(server, ReferenceEngine(weights, method, adapters), str(i))
-            for i in range(4)
+            Trajectory(server, ReferenceEngine(weights, method, adapters), str(i)) for i in range(4)
         ]
         assert run_trajectories(trajectories, turns, at_once=4) < TOLERANCE
         assert server.wait_for_backlog()["problems"] == []
+
+
+@pytest.mark.parametrize("method", ["prelrshared", "rebaseshared"])
+def test_two_roles_feeding_the_same_tokens_at_once(method: str, tmp_path: Path) -> None:
+    """Either order is right, and everybody reads one of the two passes whole."""
+    model = make_model(tmp_path / "model")
+    adapters = {
+        role: make_adapter(tmp_path / role, model, seed=seed)
+        for seed, role in enumerate(("plan", "action", "reflect"))
+    }
+    weights = Weights.load(model)
+    rng = random.Random(1)
+    args = ["--precache-method", method, "--dtype", "float32", "--skip-tokenizer-init"]
+    args += ["--max-total-tokens", "8000", "--max-running-requests", "8"]
+    args += ["--max-loras-per-batch", "4", "--chunked-prefill-size", "64"]
+    with ServerProcess(model, adapters, [*args, "--log-level", "warning"]) as server:
+        for attempt in range(6):
+            prompt = [rng.randrange(20, 256) for _ in range(150)]
+            found = both_at_once(server, prompt, f"both-{attempt}")
+            orders = [("plan", "action"), ("action", "plan")]
+            engines = {order: ReferenceEngine(weights, method, adapters) for order in orders}
+            fits = {}
+            for order, engine in engines.items():
+                # A neutral base is published when a turn ends: whoever starts before that
+                # feeds the tokens itself, as if it were alone.
+                alone = {role: ReferenceEngine(weights, method, adapters) for role in order}
+                fits[order] = True
+                for role in order:
+                    output, logprobs = found[role]
+                    expected = [engine.turn(role, prompt, output).logprobs]
+                    if method == "rebaseshared":
+                        expected.append(alone[role].turn(role, prompt, output).logprobs)
+                    fits[order] &= any(_close(e.tolist(), logprobs) for e in expected)
+            assert any(fits.values())
+            state = server.wait_for_backlog()
+            assert state["problems"] == []
+            assert state["total_conflicts"] == 0
+
+
+def both_at_once(
+    server: ServerProcess, prompt: list[int], salt: str
+) -> dict[str, tuple[list[int], list[float]]]:
+    """The same prompt from two roles at the same time: output and logprobs of each."""
+
+    def ask(role: str) -> tuple[list[int], list[float]]:
+        answer = server.post(
+            "/generate",
+            {
+                "input_ids": prompt,
+                "lora_path": role,
+                "cache_salt": salt,
+                "return_logprob": True,
+                "sampling_params": {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True},
+            },
+        )
+        logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        return answer["output_ids"], logprobs
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(("plan", "action"), pool.map(ask, ("plan", "action")), strict=True))
+
+
+def _close(a: list[float], b: list[float]) -> bool:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True)) < TOLERANCE

@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 from agreement import TOLERANCE, Trajectory
+from precache_sglang.launch.process import ServerError, ServerProcess
 from reference import ReferenceEngine, Weights
 from tiny import make_adapter, make_model
-
-from precache_sglang.launch.process import ServerError, ServerProcess
 
 NUM_OPERATIONS = 300
 NUM_PHASES = 3  # after each, the server comes to rest and every slot is accounted for

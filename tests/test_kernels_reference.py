@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from precache_sglang.kernels.reference import attend, expand_keys, expand_values
 
 FLOAT32 = 1e-5
@@ -114,9 +113,7 @@ def test_keys_and_values_may_be_rows_picked_from_a_pool(num_new: int) -> None:
     pool_k, pool_v = torch.randn(2, 40, 2, 64)
     slots = torch.randperm(40)[:17]
     q = torch.randn(num_new, 6, 64)
-    picked = attend(
-        q, pool_k.index_select(0, slots), pool_v.index_select(0, slots), num_new, 0.125
-    )
+    picked = attend(q, pool_k.index_select(0, slots), pool_v.index_select(0, slots), num_new, 0.125)
     expected = dense(q, pool_k[slots], pool_v[slots], num_new, 0.125)
     torch.testing.assert_close(picked.double(), expected, atol=FLOAT32, rtol=FLOAT32)
 
@@ -139,9 +136,7 @@ def test_keys_and_values_may_be_strided_views(num_new: int) -> None:
 # -- expand ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, FLOAT32), (torch.bfloat16, 5e-2)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FLOAT32), (torch.bfloat16, 5e-2)])
 def test_expanded_values_are_base_plus_rows_times_b(dtype: torch.dtype, tolerance: float) -> None:
     base = torch.randn(11, 2, 64).to(dtype)
     rows, b = torch.randn(11, 8).to(dtype), torch.randn(8, 128).to(dtype)
@@ -168,9 +163,7 @@ def cos_sin_of(positions: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1).float()
 
 
-def rotate(
-    x: torch.Tensor, positions: torch.Tensor, rotary_dim: int, neox: bool
-) -> torch.Tensor:
+def rotate(x: torch.Tensor, positions: torch.Tensor, rotary_dim: int, neox: bool) -> torch.Tensor:
     """RoPE pair by pair, as multiplication by ``exp(i * angle)``. `x`: ``[tokens, heads, dim]``."""
     x = x.double().clone()
     half = rotary_dim // 2
