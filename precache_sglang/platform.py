@@ -48,6 +48,8 @@ class PurePyTorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.sampling_backend = "pytorch"
         server_args.disable_cuda_graph = True
         server_args.disable_overlap_schedule = True
+        # An idle scheduler polls without a pause. On a CPU that is a core the model lacks.
+        server_args.sleep_on_idle = True
 
     def init_backend(self) -> None:
         # SGLang's LoRA layers pin host tensors unconditionally. There is no device

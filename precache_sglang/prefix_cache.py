@@ -296,14 +296,18 @@ class PrecacheRadixCache(RadixCache):
         """Attach ``rows`` (from their start up to `end`) as slices of `key` on `path`."""
         if key in self.dead_keys:
             return  # The adapter is gone; the owner frees them when it is released.
+        now = time.monotonic()
         position = 0
         for node in path:
             start, position = position, position + len(node.key)
+            if key in node.slices:
+                # Slices below are of use only together with this one: it must not be older.
+                node.used[key] = now
             if start < rows.start or position > end or position > rows.end:
                 continue
             slots = rows.take_until(position)
             if key not in node.slices:
-                self._add_slice(node, key, slots)
+                self._add_slice(node, key, slots, now)
                 continue
             if reader is not None and reader.kv.holds_kv:
                 table = self.runtime.req_to_lr[reader.kv.req_pool_idx]
@@ -327,9 +331,9 @@ class PrecacheRadixCache(RadixCache):
 
     # -- slices --------------------------------------------------------------
 
-    def _add_slice(self, node: TreeNode, key: str, slots: torch.Tensor) -> None:
+    def _add_slice(self, node: TreeNode, key: str, slots: torch.Tensor, now: float) -> None:
         node.slices[key] = slots.clone()
-        node.used[key] = time.monotonic()
+        node.used[key] = now
         self.lr_evictable_size += slots.numel()
 
     def _drop_slice(self, node: TreeNode, key: str) -> int:

@@ -432,15 +432,19 @@ class Runtime:
         """
         batch.precache_write_slots = None
         self._note_peaks()
-        if self.lr_pool is None or not self.roles.blocks:
+        if self.lr_pool is None:
             return
         own: list[_RowSpan] = []
         rest: list[_RowSpan] = []
         column = 0
         for req, start, end in spans:
             state = state_of(req)
-            for key in state.written:
+            for key in list(state.written):
                 is_own = key == state.own_key
+                if key not in self.roles.blocks and not is_own:
+                    # Unloaded. Were it loaded again, its rows would go on behind a gap.
+                    self._stop_writing(state, key)
+                    continue
                 first = max(start, state.lr_len if is_own else state.base_len)
                 if first < end and key in self.roles.blocks:
                     span = _RowSpan(req, key, first, end, column + first - start)

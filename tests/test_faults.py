@@ -1,7 +1,7 @@
 """Random operations on a server whose pools are too small for them.
 
 Clients of all roles share growing contexts, abort, hang up, flush, load and unload. At the
-end nothing may be lost, and the server must still agree with the reference engine.
+end no slot may be lost, and the server must still agree with the reference engine.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ SWAPPED, LATE = "tool", "late"
 TOLERATED = [
     (400, r"adapters are not loaded"),  # a role that is unloaded just now
     (400, r"has never been loaded"),
+    (400, r"was unloaded before the request arrived"),
     (400, r"LoRA with name \w+ does not exist"),
     (400, r"already loaded"),
     (400, r"incomplete unload"),
@@ -126,7 +127,6 @@ class Clients:
             (5, self.flush),
             (6, self.swap),
             (3, self.late),
-            (6, self.inspect),
         ]
 
     def run(self, num_operations: int) -> None:
@@ -135,6 +135,7 @@ class Clients:
             threading.Thread(target=self._client, args=(index,), daemon=True)
             for index in range(NUM_CLIENTS)
         ]
+        threads.append(threading.Thread(target=self._watch, daemon=True))
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 4 * TIMEOUT
@@ -339,10 +340,9 @@ class Clients:
                 turn = reference.turn(role, tokens, output)
             counts = meta["precache"]
             read = counts["shared"] + counts["own"]
-            if read != turn.compute_from or read + counts["replayed"] != turn.base_len:
-                if turn.base_len < len(tokens):  # else the last token is computed either way
-                    self._count("probe: evicted")
-                    return
+            if (read, read + counts["replayed"]) != (turn.compute_from, turn.base_len):
+                self._count("probe: evicted")
+                return
             if turn.base_len and meta["num_retractions"]:
                 self._count("probe: retracted")
                 return
@@ -371,11 +371,21 @@ class Clients:
             body["lora_path"] = str(self.assets.late)
         self._call(path, body)
 
-    def inspect(self, rng: random.Random) -> None:
+    # -- watching ------------------------------------------------------------
+
+    def _watch(self) -> None:
         """Slots add up at any moment, not only at rest."""
-        state = self.server.get("/precache/state")
-        assert state["problems"] == []
-        assert state["base_tokens_in_use"] >= state["base_tokens"]
+        while self.left and not self.failures:
+            try:
+                state = self.server.state()
+            except ServerError as error:
+                state = {"problems": [str(error)]}
+            if state["problems"]:
+                with self.lock:
+                    self.failures.append(f"state: {state['problems']}")
+                return
+            self._count("state")
+            time.sleep(0.1)
 
 
 def _random_tokens(rng: random.Random, count: int) -> list[int]:
@@ -453,13 +463,18 @@ def test_random_operations_lose_no_slot_and_leave_a_sound_cache(
             assert server.alive()
             _require_balance(_at_rest(server))
         state = _at_rest(server)
-        print(json.dumps(clients.outcomes, indent=1), clients.probed)
-        print({k: v for k, v in state.items() if k.startswith("total_")})
         log = server.log()
+        print(dict(clients.outcomes), f"{clients.probed} turns agreed with the reference")
+        print({name: value for name, value in state.items() if name.startswith("total_")})
         print(log.count("Retract requests"), "retractions")
-        assert clients.probed > 10
-        assert "Retract requests" in log, "the pool was never full while decoding"
+        # Else the operations were too tame to prove anything.
+        assert clients.probed >= 20
+        assert clients.outcomes["aborted"] >= 10
+        assert "Retract requests" in log
         assert state["total_evicted_base"] > 0
+        if lr_tokens is not None:
+            assert state["total_evicted_slices"] > 0
+            assert state["total_dropped_rows"] > 0
 
         server.post("/flush_cache", timeout=TIMEOUT)
         state = _at_rest(server)
@@ -477,5 +492,6 @@ def test_random_operations_lose_no_slot_and_leave_a_sound_cache(
         log = server.log()
         # SGLang 0.5.23 releases an adapter that it never acquired when it refuses the request.
         log = re.sub(r"Traceback .*\n(  .*\n)+TypeError: lora_id must be .*", "", log)
+        log = re.sub(r"Traceback .*\n(  .*lora_registry.*\n(    .*\n)*)+KeyError: .*", "", log)
         assert "Traceback" not in log, log[log.index("Traceback") - 2000 :][:6000]
         assert "leak" not in log.lower()
