@@ -217,7 +217,13 @@ class PrecacheRadixCache(RadixCache):
         key = RadixKey(
             req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt
         )
-        if state.detached or _is_stub(req):
+        if _is_stub(req):
+            return
+        if state.detached:
+            # Replayed rows were computed from the tree's base and are as good as any. While
+            # the request runs it reads them, and the tree might evict them.
+            if req.finished():
+                self._attach_rows(self.walk(key), state, state.base_len)
             return
         if state.is_neutral or not self.method.neutral_base:
             self._publish(req, state, key)
@@ -238,8 +244,7 @@ class PrecacheRadixCache(RadixCache):
             # stay; ours were computed from other base KV and must not be mixed with them.
             state.detached = True
             self.stats.conflicts += 1
-            if req.finished():  # else the rows are still read, and the tree might evict them
-                self._attach_rows(path, state, min(state.base_len, matched))
+            self.checkpoint(req, up_to=end)
             return
         if matched < end:
             slots = row[matched:end].to(torch.int64)
@@ -306,6 +311,7 @@ class PrecacheRadixCache(RadixCache):
             if start < rows.start or position > end or position > rows.end:
                 continue
             slots = rows.take_until(position)
+            assert slots.numel() == len(node.key), "rows start at a node's edge"
             if key not in node.slices:
                 self._add_slice(node, key, slots, now)
                 continue
