@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from precache_sglang.errors import PrecacheError
 from precache_sglang.launch.process import DIE_WITH_PARENT
 
 
@@ -20,13 +21,14 @@ def serve(argv: list[str]) -> None:
     _require_plugin()
     try:
         run_server(prepare_server_args(argv))
+    except PrecacheError as error:
+        raise SystemExit(f"precache-sglang: {error}") from error
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
 def _require_plugin() -> None:
     """`SGLANG_PLUGINS` or `SGLANG_PLATFORM` may have filtered us out without a word."""
-    from precache_sglang.errors import PrecacheError
     from precache_sglang.plugin import require_patches
 
     try:

@@ -45,16 +45,14 @@ class PrecachePrefillAdder(PrefillAdder):
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         if self._fed_in_this_step(req):
             return AddReqResult.OTHER
-        rows = self._rows_needed(req)
         runtime = current()
-        if rows and runtime is not None:
-            # Slices that the request will pin are no longer evictable for it.
-            pinned = state_of(req).lr_len
-            if rows + pinned > runtime.rows_available() - self._promised_rows:
-                return AddReqResult.NO_TOKEN
+        # Slices that the request will pin are no longer evictable, for it and for others.
+        rows = self._rows_needed(req) + self._rows_to_pin(req)
+        if rows and runtime is not None and rows > runtime.rows_available() - self._promised_rows:
+            return AddReqResult.NO_TOKEN
         result = super().add_one_req(req, *args, **kwargs)
         if self.can_run_list and self.can_run_list[-1] is req:
-            self._promised_rows += rows + (state_of(req).lr_len if rows else 0)
+            self._promised_rows += rows
         return result
 
     def _commit_prefill_admission(self, req: Req, *args: Any, **kwargs: Any) -> None:
@@ -84,6 +82,20 @@ class PrecachePrefillAdder(PrefillAdder):
             return 0
         # Beyond `lr_len`, a chunk's predecessors have theirs already.
         return max(0, len(req.full_untruncated_fill_ids) - max(req.prefix_len, state.lr_len))
+
+    def _rows_to_pin(self, req: Req) -> int:
+        """Rows that are evictable now and will be pinned when the request runs."""
+        runtime = current()
+        state = state_of(req)
+        if runtime is None or runtime.lr_pool is None or state.own_key is None:
+            return 0
+        rows = 0
+        node = state.anchor
+        # A pin reaches up to the root: above the first one nothing is evictable.
+        while node is not runtime.tree.root_node and not node.pins.get(state.own_key):
+            rows += len(node.key)
+            node = node.parent
+        return rows
 
 
 def _replayed(req: Req) -> int:

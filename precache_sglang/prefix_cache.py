@@ -263,7 +263,11 @@ class PrecacheRadixCache(RadixCache):
             lock = self.lock(last)
             self.unlock(req.lock)
             req.lock, req.last_node = lock, last
-        if state.pinned and all(self._readable(node, state) for node in path):
+        if (
+            state.pinned
+            and end > state.lr_len  # else tokens that are computed again for their logprobs
+            and all(self._readable(node, state) for node in path)
+        ):
             self._pin(last, state.own_key)
             self._unpin(state.anchor, state.own_key)
             state.anchor = last

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from precache_sglang.config import Settings
 from precache_sglang.errors import SettingsError, UnsupportedError
 from precache_sglang.methods import DEFAULT_METHOD, OFF
+from precache_sglang.plugin import require_patches
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -94,6 +95,7 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
     settings.attach(server_args)
     if settings.policy is None:
         return
+    require_patches()
     refuse_unsupported(config)
     if config.disable_overlap_schedule is not True:
         # LR slots and neutral passes are planned from finished steps.

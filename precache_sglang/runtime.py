@@ -424,15 +424,6 @@ class Runtime:
             [(req, req.kv.kv_committed_len - 1, req.kv.kv_committed_len) for req in batch.reqs],
         )
 
-    def _DEBUG(self, batch):
-        out = [f"avail={self.lr_pool.available_size()} evictable={self.tree.lr_evictable_size} pinned={self.tree.lr_pinned_size} held={self.rows_held()} problems={self.tree.check_integrity()}"]
-        sched = self.scheduler
-        for name, reqs in (("batch", batch.reqs), ("running", sched.running_batch.reqs), ("last", sched.last_batch.reqs if sched.last_batch else []), ("chunked", [sched.chunked_req] if sched.chunked_req else []), ("waiting", sched.waiting_queue)):
-            for r in reqs:
-                st = state_of(r)
-                out.append(f"{name} {r.rid[:8]} key={st.own_key and st.own_key[:4]} full={len(r.full_untruncated_fill_ids)} out={len(r.output_ids)} prefix={r.prefix_len} end={r.extend_end} base={st.base_len} lr={st.lr_len} pinned={st.pinned} det={st.detached} fin={r.finished()} retr={r.retraction_count} rows={ {k[:4]: (v.start, v.num_slots) for k,v in st.rows.items()} }")
-        return "\n".join(out)
-
     def _assign_rows(self, batch: ScheduleBatch, spans: list[tuple[Req, int, int]]) -> None:
         """LR slots for the tokens of ``(request, start, end)``, own rows first.
 
@@ -470,7 +461,7 @@ class Runtime:
             raise RuntimeError(
                 f"The low-rank pool has no room for {needed} slots "
                 f"(--precache-lr-tokens {self.lr_pool.size}); admission should have "
-                "prevented this." + self._DEBUG(batch)
+                "prevented this."
             )
         for span in own:
             mine, slots = slots[: span.end - span.first], slots[span.end - span.first :]

@@ -1,0 +1,162 @@
+"""Responses say where the prompt came from, on every endpoint and in streams; the offline engine too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from precache_sglang.launch.model import demo_adapters, ensure_demo_model
+from precache_sglang.launch.process import ServerProcess
+
+CONTEXT = "Question: Why is the sky blue?\n\nThought: \n### Response:\n" * 6
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    args = ["--max-total-tokens", "6000", "--max-loras-per-batch", "4", "--context-length", "4096"]
+    args += ["--served-model-name", "smollm2", "--max-running-requests", "8"]
+    with ServerProcess(ensure_demo_model(), demo_adapters(), args) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    server.wait_for_backlog()
+    server.post("/flush_cache?timeout=30")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_the_default_method_is_rebaseshared(server: ServerProcess) -> None:
+    state = server.state()
+    assert state["method"] == "rebaseshared"
+    assert state["schedule"] == "lp"
+    assert state["teams"] == {"default": ["plan", "action", "reflect"]}
+
+
+def test_completions_report_shared_tokens_after_a_role_switch(client: openai.OpenAI) -> None:
+    first = client.completions.create(model="smollm2:plan", prompt=CONTEXT, max_tokens=4)
+    second = client.completions.create(model="smollm2:action", prompt=CONTEXT, max_tokens=4)
+    for answer in (first, second):
+        assert answer.usage is not None
+        counts = answer.usage.model_extra["precache"]
+        assert sum(counts.values()) == answer.usage.prompt_tokens
+    assert first.usage.model_extra["precache"]["computed"] == first.usage.prompt_tokens
+    assert second.usage.model_extra["precache"]["shared"] == second.usage.prompt_tokens - 1
+    assert second.usage.model_extra["precache"]["replayed"] == 1  # for its logits
+
+
+def test_n_choices_count_their_prompt_once(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="smollm2:plan", prompt=CONTEXT, max_tokens=4, n=2)
+    counts = answer.usage.model_extra["precache"]
+    assert sum(counts.values()) == answer.usage.prompt_tokens
+
+
+def test_chat_streams_end_with_the_counts(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": CONTEXT}]
+    chunks = list(
+        client.chat.completions.create(
+            model="smollm2:reflect",
+            messages=messages,
+            max_tokens=4,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert sum(usage.model_extra["precache"].values()) == usage.prompt_tokens
+
+
+def test_native_streams_carry_the_counts(server: ServerProcess) -> None:
+    body = {
+        "text": CONTEXT,
+        "lora_path": "plan",
+        "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True},
+    }
+    for event in server.stream("/generate", body):
+        meta = event["meta_info"]
+        assert sum(meta["precache"].values()) == meta["prompt_tokens"]
+
+
+def test_tenants_never_share(client: openai.OpenAI, server: ServerProcess) -> None:
+    """No value that a caller can send reaches rows under another salt or key."""
+
+    def ask(**namespace: str) -> dict[str, int]:
+        answer = server.post(
+            "/generate",
+            {
+                "text": CONTEXT,
+                "lora_path": "plan",
+                "sampling_params": {"max_new_tokens": 2, "temperature": 0},
+                **namespace,
+            },
+        )
+        server.wait_for_backlog()
+        counts: dict[str, int] = answer["meta_info"]["precache"]
+        return counts
+
+    assert ask(cache_salt="a")["own"] == 0
+    assert ask(cache_salt="a")["own"] > 0
+    for other in (
+        {"cache_salt": "b"},
+        {"extra_key": "a"},
+        {"extra_key": "t0:"},
+        {"extra_key": "t0:a"},
+        {"extra_key": ":"},
+        {"cache_salt": "t0:a"},
+        {},
+    ):
+        counts = ask(**other)
+        assert counts["own"] == counts["shared"] == 0, other
+
+
+def test_memory_reports_agree(server: ServerProcess) -> None:
+    state = server.state()
+    (internal,) = server.get("/server_info")["internal_states"]
+    reported = internal["memory_usage"]["kvcache"]
+    allocated = (state["base_pool_bytes"] + state["lr_pool_bytes"]) / (1 << 30)
+    assert reported == pytest.approx(allocated, abs=0.011)  # SGLang rounds to two decimals
+    slots, width, layers, itemsize = state["lr_pool_slots"], 8, 30, 2
+    assert state["lr_pool_bytes"] == (slots + 1) * width * layers * itemsize
+
+
+ENGINE = """
+from precache_sglang import Engine
+if __name__ == "__main__":
+    import sys
+    model, *adapters = sys.argv[1:]
+    engine = Engine(
+        model_path=model, enable_lora=True, lora_paths=dict(a.split("=") for a in adapters),
+        max_loras_per_batch=4, max_total_tokens=4000, context_length=2048,
+        precache_method="prelrshared", skip_tokenizer_init=True,
+    )
+    ids = list(range(100, 300))
+    params = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
+    for role in ("plan", "action"):
+        meta = engine.generate(input_ids=ids, sampling_params=params, lora_path=role)["meta_info"]
+        print("COUNTS", role, meta["precache"]["shared"], meta["precache"]["computed"])
+    print("METHOD", engine.precache_state()["method"])
+    engine.shutdown()
+"""
+
+
+def test_the_offline_engine_shares(tmp_path: Path) -> None:
+    script = tmp_path / "offline.py"
+    script.write_text(ENGINE)
+    adapters = [f"{role}={path}" for role, path in demo_adapters().items()]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(ensure_demo_model()), *adapters],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "COUNTS plan 0 200" in result.stdout, result.stderr[-2000:]
+    assert "COUNTS action 199 0" in result.stdout
+    assert "METHOD prelrshared" in result.stdout
