@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from precache_sglang.errors import PrecacheError
 from precache_sglang.launch.process import DIE_WITH_PARENT
+
+from precache_sglang.errors import PrecacheError
 
 
 def serve(argv: list[str]) -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from precache_sglang.launch.model import demo_adapters, ensure_demo_model
+from precache_sglang.launch.process import ServerError, ServerProcess
 from safetensors.torch import load_file, save_file
 from tiny import make_adapter, make_model
 from torch import Tensor
-
-from precache_sglang.launch.model import demo_adapters, ensure_demo_model
-from precache_sglang.launch.process import ServerError, ServerProcess
 
 CONTEXT = 512
 LR_TOKENS = 300
@@ -361,9 +360,7 @@ def renamed(old: str, new: str) -> Callable[[Path], None]:
 
 
 def without(*parts: str) -> Callable[[Path], None]:
-    return weights(
-        lambda found: {k: v for k, v in found.items() if not all(p in k for p in parts)}
-    )
+    return weights(lambda found: {k: v for k, v in found.items() if not all(p in k for p in parts)})
 
 
 def file(name: str, content: bytes | None) -> Callable[[Path], None]:
@@ -392,8 +389,7 @@ BAD_ADAPTERS: dict[str, tuple[dict[str, Any], Callable[[Path], None] | None, lis
         {},
         weights(
             lambda found: {
-                k.replace("q_proj", "query").replace("v_proj", "value"): v
-                for k, v in found.items()
+                k.replace("q_proj", "query").replace("v_proj", "value"): v for k, v in found.items()
             }
         ),
         ["self_attn.query", "another architecture"],
@@ -501,6 +497,8 @@ def test_a_refused_name_is_free_for_a_good_adapter(
     refused(running, "/load_lora_adapter", body)
     running.post("/load_lora_adapter", body | {"lora_path": str(adapters["action"])})
     answer = running.post("/generate", request(lora_path="third"))
-    assert answer["output_ids"] == running.post("/generate", request(lora_path="action"))["output_ids"]
+    assert (
+        answer["output_ids"] == running.post("/generate", request(lora_path="action"))["output_ids"]
+    )
     running.post("/unload_lora_adapter", {"lora_name": "third"})
     assert set(at_rest(running)["lr"]) == {"plan", "action"}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import openai
 import pytest
-
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerProcess
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from precache_sglang.launch.process import ServerError, ServerProcess
 from reference import ReferenceEngine, Weights
 from standins import quiet_imports
 from tiny import make_adapter, make_model
 
 from precache_sglang import plugin
-from precache_sglang.launch.process import ServerError, ServerProcess
 from precache_sglang.methods import METHODS
 
 FLAGS = (
@@ -290,9 +290,7 @@ def test_off_leaves_sglang_as_it_was(model: Path, adapters: dict[str, Path]) -> 
 
 
 def test_doctor_finds_no_problem_here(model: Path) -> None:
-    result = run(
-        "-m", "precache_sglang.launch.cli", "doctor", "--json", "--model-path", str(model)
-    )
+    result = run("-m", "precache_sglang.launch.cli", "doctor", "--json", "--model-path", str(model))
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(result.stdout)
     assert report["problems"] == []
