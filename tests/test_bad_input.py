@@ -201,6 +201,11 @@ def running(model: Path, adapters: dict[str, Path]) -> Iterator[ServerProcess]:
     # Else SGLang refuses hidden states before we can.
     args += ["--enable-return-hidden-states"]
     with ServerProcess(model, adapters, args) as server:
+        # The first answer is of an adapted context, later ones of its neutral base: only
+        # from the second on are they all the same.
+        for _ in range(2):
+            server.post("/generate", request())
+            at_rest(server)
         yield server
 
 

@@ -1,4 +1,4 @@
-"""Responses say where the prompt came from, on every endpoint and in streams; the offline engine too."""
+"""Answers say where the prompt came from: every endpoint, streams, the offline engine."""
 
 from __future__ import annotations
 

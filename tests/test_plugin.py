@@ -282,7 +282,7 @@ def test_off_leaves_sglang_as_it_was(model: Path, adapters: dict[str, Path]) -> 
             assert logprobs == pytest.approx(expected, abs=1e-3)
             context += output
         # SGLang's own answer to a bad role, not ours.
-        with pytest.raises(ServerError, match="400 .*nobody"):
+        with pytest.raises(ServerError, match=r"400 .*nobody"):
             generate(server, context, "nobody")
 
 

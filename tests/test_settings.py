@@ -165,7 +165,16 @@ def test_the_command_lines_flags_reach_the_settings() -> None:
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
     args = parser.parse_args(
-        ["--precache-method", "nonshared", "--precache-lr-tokens", "50", "--precache-team", "a=x,y", "--precache-team", "b=z"]
+        [
+            "--precache-method",
+            "nonshared",
+            "--precache-lr-tokens",
+            "50",
+            "--precache-team",
+            "a=x,y",
+            "--precache-team",
+            "b=z",
+        ]
     )
     settings = Settings.from_mapping(vars(args))
     assert settings == Settings("nonshared", "lp", 50, {"a": ["x", "y"], "b": ["z"]})
