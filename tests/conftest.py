@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+# Before PyTorch starts its threads, here and in the servers that inherit it: two processes
+# share few cores, and a thread that waits must not hold one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 
 _status = pytest.ExitCode.OK

@@ -122,9 +122,9 @@ def test_text_trajectories_one_at_a_time(case: Case, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     for index, (set_name, recorded) in enumerate(zip(case.sets, load_trajectories(), strict=False)):
         trajectory = case.trajectory(set_name)
-        for turn in recorded.turns[: 7 + index]:
+        for turn in recorded.turns[: 5 + index]:
             new = tokenizer.encode(turn.input_text_appended, add_special_tokens=False)
-            trajectory.turn(f"{set_name}-{turn.role}", new, 4)
+            trajectory.turn(f"{set_name}-{turn.role}", new, 3)
         assert trajectory.difference < TOLERANCE
 
 
@@ -140,7 +140,7 @@ def test_random_tokens_in_random_role_order(case: Case) -> None:
             if set_name == next(iter(case.sets)):
                 roles.append(None)  # requests without an adapter read the first team
             trajectories.append(case.trajectory(set_name))
-            turns.append(random_turns(rng, SMOLLM2_VOCABULARY, roles, 5, longest=120))
+            turns.append(random_turns(rng, SMOLLM2_VOCABULARY, roles, 4, longest=80))
         assert run_trajectories(trajectories, turns, at_once) < TOLERANCE
 
 
@@ -149,7 +149,7 @@ def test_a_role_switch_reads_the_earlier_context_as_shared(case: Case) -> None:
     first, second, _ = case.roles(set_name)
     trajectory = case.trajectory(set_name)
     rng = random.Random(3)
-    new = [rng.randrange(20, SMOLLM2_VOCABULARY) for _ in range(400)]
+    new = [rng.randrange(20, SMOLLM2_VOCABULARY) for _ in range(200)]
     trajectory.turn(first, new, 4)
     context = len(trajectory.tokens) - 1  # the last sampled token was never fed
     counts = trajectory.turn(second, new[:10], 4).counts
@@ -175,18 +175,18 @@ def test_an_adapter_loaded_in_mid_trajectory(case: Case) -> None:
     def new(count: int) -> list[int]:
         return [rng.randrange(20, SMOLLM2_VOCABULARY) for _ in range(count)]
 
-    trajectory.turn(roles[0], new(120), 4)
+    trajectory.turn(roles[0], new(60), 3)
     case.server.post("/unload_lora_adapter", {"lora_name": late})
     trajectory.reference.unload(late)
-    trajectory.turn(roles[1], new(90), 5)
+    trajectory.turn(roles[1], new(50), 3)
     path = str(case.sets[set_name][late])
     case.server.post("/load_lora_adapter", {"lora_name": late, "lora_path": path})
     trajectory.reference.load(late, path)
-    result = trajectory.turn(late, new(30), 5)
+    result = trajectory.turn(late, new(20), 3)
     trajectory.turn(roles[0], new(20), 4)
     trajectory.turn(late, new(10), 4)
     assert trajectory.difference < TOLERANCE
-    assert sum(result.counts.values()) == 120 + 4 + 90 + 5 + 30
+    assert sum(result.counts.values()) == 60 + 3 + 50 + 3 + 20
 
 
 TINY_TARGETS = {
