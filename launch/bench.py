@@ -52,6 +52,8 @@ def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     traces = {name: load_trace(name) for name in args.traces}
     longest = max(total_len(trace) for trace in traces.values())
     runs: dict[str, dict[str, list[Replay]]] = {name: {} for name in traces}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    args.out.mkdir(parents=True, exist_ok=True)
     for method in args.methods:
         flags = server_flags(method, longest, len(adapters), args.dtype) + args.server_args
         print(f"[{method}] starting the server", flush=True)
@@ -66,23 +68,23 @@ def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                         f"TTFT {replay.ttft_ms / 1e3:.2f} s, total {replay.total_ms / 1e3:.2f} s",
                         flush=True,
                     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    results = {
-        name: {method: median_of(replays) for method, replays in by_method.items()}
-        for name, by_method in runs.items()
-    }
+        # Written after every method: a long comparison that is cut short keeps what it has.
+        results = {
+            name: {done: median_of(replays) for done, replays in by_method.items()}
+            for name, by_method in runs.items()
+        }
+        write_json(
+            args.out / "single_stream.json",
+            {
+                "date": date.today().isoformat(),
+                "machine": f"{os.cpu_count()} x {platform.machine()}, {args.dtype}",
+                "repeats": args.repeats,
+                "traces": results,
+            },
+        )
     for name, by_method in results.items():
         print(f"\ntrace {name}, medians of {args.repeats}, {args.dtype}\n{table(by_method)}")
         plot_ttft(by_method, f"TTFT by turn, trace {name}", args.out / f"ttft_{name}.png")
-    write_json(
-        args.out / "single_stream.json",
-        {
-            "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} x {platform.machine()}, {args.dtype}",
-            "repeats": args.repeats,
-            "traces": results,
-        },
-    )
     print(f"\nNumbers and plots: {args.out}")
     return results
 

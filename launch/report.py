@@ -43,13 +43,14 @@ def table(results: dict[str, dict[str, Any]], baseline: str = "nonshared") -> st
     """One line per method; ratios say how many times better than `baseline`."""
     base = results.get(baseline)
     header = (
-        f"{'method':<14}{'TTFT s':>9}{'ratio':>7}{'total s':>9}{'ratio':>7}"
+        f"{'method':<14}{'TTFT s':>9}{'(min-max)':>16}{'ratio':>7}{'total s':>9}{'ratio':>7}"
         f"{'tokens/s':>10}{'shared':>8}{'base MiB':>10}{'LR MiB':>8}"
     )
     lines = [header, "-" * len(header)]
     for method, result in results.items():
         lines.append(
-            f"{method:<14}{result['ttft_ms'] / 1e3:>9.2f}{_ratio(base, result, 'ttft_ms'):>7}"
+            f"{method:<14}{result['ttft_ms'] / 1e3:>9.2f}{_spread(result, 'ttft_ms'):>16}"
+            f"{_ratio(base, result, 'ttft_ms'):>7}"
             f"{result['total_ms'] / 1e3:>9.2f}{_ratio(base, result, 'total_ms'):>7}"
             f"{result['num_tokens'] / result['total_ms'] * 1e3:>10.0f}"
             f"{result['shared_share']:>8.0%}"
@@ -60,6 +61,12 @@ def table(results: dict[str, dict[str, Any]], baseline: str = "nonshared") -> st
 
 def _ratio(base: dict[str, Any] | None, result: dict[str, Any], name: str) -> str:
     return "-" if base is None else f"{base[name] / result[name]:.2f}"
+
+
+def _spread(result: dict[str, Any], name: str) -> str:
+    if result["runs"] == 1:
+        return "-"
+    return f"({result[f'{name}_min'] / 1e3:.2f}-{result[f'{name}_max'] / 1e3:.2f})"
 
 
 def _mib(value: int | None) -> str:
