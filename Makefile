@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/precache-sglang demo
 
+# Two workers: a test waits for its server to start most of the time.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # Format, lint; then types and imports of the built wheel, unpacked in another place.
 check: setup

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from precache_sglang.config import AVAILABLE_SCHEDULES
 from precache_sglang.methods import METHODS
 from precache_sglang.plugin import BACKEND, SGLANG_VERSION, missing_patches
+from precache_sglang.schedules import SCHEDULES
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "sglang", "precache-sglang")
 GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
@@ -74,7 +74,7 @@ def examine(model_path: str | None = None) -> Report:
     """Look around in this process, which loads SGLang and our plugin for it."""
     report = Report(
         methods={method.name: method.summary for method in METHODS.values()},
-        schedules=list(AVAILABLE_SCHEDULES),
+        schedules=list(SCHEDULES),
     )
     _examine_versions(report)
     if report.versions["sglang"] is not None:

@@ -175,9 +175,9 @@ class ServerProcess:
         return state
 
     def wait_for_backlog(self, timeout: float = 600) -> dict[str, Any]:
-        """Wait until no neutral tokens are owed; return the state then."""
+        """Wait until no neutral tokens are owed, nothing is provisional; return the state then."""
         deadline = time.monotonic() + timeout
-        while (state := self.state())["backlog_tokens"]:
+        while (state := self.state())["backlog_tokens"] or state["provisional_tokens"]:
             if time.monotonic() > deadline:
                 raise ServerError(f"The backlog did not empty in {timeout:.0f} s: {state}")
             time.sleep(0.005)

@@ -1,8 +1,10 @@
 """sglang.srt.model_executor.forward_batch_info
 
-Why: the forward must know where to store the LR rows of its tokens.
-How: note the slots that allocation left on the schedule batch. They cannot travel on the
-forward batch: the eager runner copies it field by field.
+Why: the forward must know where to store the LR rows of its tokens, and neutral tokens ride
+along in it.
+How: note the slots that allocation left on the schedule batch (they cannot travel on the
+forward batch: the eager runner copies it field by field), and append the riders' tokens
+behind the users'.
 Gone when: forward batches carry a plugin's tensors.
 """
 
@@ -18,11 +20,11 @@ from precache_sglang.runtime import current
 
 
 def after_init_new(
-    _result: ForwardBatch, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
+    result: ForwardBatch, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
 ) -> None:
     runtime = current()
     if runtime is not None:
-        runtime.begin_forward(batch)
+        runtime.begin_forward(batch, result)
 
 
 PATCHES = [

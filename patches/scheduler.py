@@ -70,6 +70,8 @@ def around_process_batch_result(
     if runtime is None:
         return original(scheduler, batch, result)
     runtime.require_rows_stored(batch)
+    # First: a turn that ends with this step publishes what rode beside it.
+    runtime.end_forward()
     if not runtime.neutral.finish(batch):
         original(scheduler, batch, result)
 

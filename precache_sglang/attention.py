@@ -36,7 +36,7 @@ SUPPORTED_ARCHITECTURES = (
 
 @dataclass
 class _Span:
-    """One request of the batch.
+    """One request of the batch, or one rider behind them.
 
     Attributes:
         start, num_new: Its query rows.
@@ -89,6 +89,11 @@ class PrecacheAttnBackend(AttentionBackend):
                 lr_slots = runtime.req_to_lr[row, :num_tokens].to(torch.int64)
             slots = self.req_to_token[row, :num_tokens].to(torch.int64)
             self.spans.append(_Span(start, num_new, _as_run(slots), lr_slots, adapter, num_tokens))
+            start += num_new
+        for rider in runtime.riders:
+            slots = torch.cat((rider.prefix, rider.slots))
+            num_new = len(rider.tokens)
+            self.spans.append(_Span(start, num_new, _as_run(slots), None, None, rider.end))
             start += num_new
 
     def forward_extend(
@@ -189,11 +194,24 @@ def _prepare_model(model: torch.nn.Module, runtime: Runtime) -> dict[int, Any]:
             module.qkv_proj.register_forward_pre_hook(
                 lambda _module, args, layer_id=layer_id: runtime.store_rows(layer_id, args[0])
             )
+    model.logits_processor.register_forward_pre_hook(
+        lambda _module, args: _without_riders(runtime, *args)
+    )
     if len(rotary) != runtime.num_layers:
         raise UnsupportedError(
             f"Found {len(rotary)} attention layers, the model's config says {runtime.num_layers}."
         )
     return rotary
+
+
+def _without_riders(
+    runtime: Runtime, input_ids: torch.Tensor, hidden_states: torch.Tensor, *rest: Any
+) -> tuple[Any, ...]:
+    """Riders end here: logits, sampling and logprobs are of users' tokens only."""
+    if runtime.riders:
+        input_ids = input_ids[: runtime.num_user_tokens]
+        hidden_states = hidden_states[: runtime.num_user_tokens]
+    return input_ids, hidden_states, *rest
 
 
 def _require_plain(name: str, module: torch.nn.Module, attn: RadixAttention) -> None:

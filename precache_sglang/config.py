@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from precache_sglang.errors import SettingsError
 from precache_sglang.methods import DEFAULT_METHOD, METHODS, OFF, Method
+from precache_sglang.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-SCHEDULES = ("lp", "db", "auto")
-# db and auto come with the scheduler work that follows the shared-cache engine.
-AVAILABLE_SCHEDULES = ("lp",)
 
 _RECORD = "_precache_settings"  # ServerArgs keeps underscore attributes when pickled
 
@@ -33,11 +30,12 @@ class Settings:
             over all layers. None: enough for every adapter given at start-up.
         teams: Team name to its roles. Roles that no team lists form one team more.
         max_neutral_wait_ms: How long a request may wait for the neutral pass over the
-            tokens it extends; -1 waits until it is done.
+            tokens it extends; -1 waits until it is done. After that it reads the turn as
+            its adapted pass left it, with rows that this pass wrote for the whole team.
     """
 
     method: str | None = None
-    schedule: str = "lp"
+    schedule: str = DEFAULT_SCHEDULE
     lr_tokens: int | None = None
     teams: dict[str, list[str]] = field(default_factory=dict)
     max_neutral_wait_ms: int = -1
@@ -53,20 +51,15 @@ class Settings:
                 f"--precache-schedule {self.schedule!r} is unknown; choose one of "
                 f"{', '.join(SCHEDULES)}."
             )
-        if self.schedule not in AVAILABLE_SCHEDULES:
-            raise SettingsError(
-                f"--precache-schedule {self.schedule} is not available in this version; "
-                "use --precache-schedule lp."
-            )
         if self.lr_tokens is not None and self.lr_tokens < 1:
             raise SettingsError(
                 f"--precache-lr-tokens {self.lr_tokens} leaves no room for a token; "
                 "give a positive number, or leave the flag out."
             )
-        if self.max_neutral_wait_ms != -1:
+        if self.max_neutral_wait_ms < -1:
             raise SettingsError(
-                f"--precache-max-neutral-wait {self.max_neutral_wait_ms}: schedule lp always "
-                "waits for the neutral pass; use -1."
+                f"--precache-max-neutral-wait {self.max_neutral_wait_ms} is no time; give "
+                "milliseconds, or -1 to wait until the neutral pass is done."
             )
         seen: dict[str, str] = {}
         for team, roles in self.teams.items():
@@ -165,8 +158,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precache-schedule",
         choices=SCHEDULES,
-        help="When the adapter-free pass of rebaseshared runs: lp after the turn "
-        "(the only one available in this version), db beside it, auto in leftover budget.",
+        help="When the adapter-free pass of rebaseshared runs. "
+        + "; ".join(f"{s.name}: {s.summary}" for s in SCHEDULES.values())
+        + f". Default: {DEFAULT_SCHEDULE}.",
     )
     group.add_argument(
         "--precache-lr-tokens",
@@ -186,5 +180,5 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="MS",
         help="How long a request may wait for the neutral pass over the context it "
-        "extends; -1 (default, and the only value of schedule lp): until it is done.",
+        "extends; -1 (default, the only value so far): until it is done.",
     )

@@ -12,7 +12,10 @@ class Stats:
     Attributes:
         shared, own, replayed, computed: Prompt tokens by where they came from.
         neutral: Tokens computed by neutral passes.
+        neutral_beside: Those of them that rode along in the steps of users' requests.
         neutral_steps: Scheduler steps given to neutral passes.
+        provisional: Tokens published provisionally.
+        rebased: Those of them that a neutral pass has replaced.
         dropped_neutral: Neutral tokens given up because the pool was full.
         dropped_rows: LR slots of other roles that were not written for lack of room.
         conflicts: Turns that stopped publishing because another role published other
@@ -26,7 +29,10 @@ class Stats:
     replayed: int = 0
     computed: int = 0
     neutral: int = 0
+    neutral_beside: int = 0
     neutral_steps: int = 0
+    provisional: int = 0
+    rebased: int = 0
     dropped_neutral: int = 0
     dropped_rows: int = 0
     conflicts: int = 0

@@ -1,29 +1,26 @@
-"""Neutral passes: adapter-free forwards that publish base KV (schedule lp).
+"""Decides which step of the scheduler computes neutral tokens, and how many.
 
-When an adapted turn ends, its span becomes a `NeutralJob` in the `Backlog`. The
-`NeutralScheduler` runs jobs piece by piece, each piece an internal request of at most
-one prefill chunk: before a request that extends the job's trajectory, otherwise when
-the engine has nothing else to do. A piece publishes what it covers as it ends.
+What is owed for finished turns (the backlog) runs piece by piece, each piece an internal
+request of at most one prefill chunk: before a request that extends the job's trajectory,
+otherwise when the engine has nothing else to do. Under schedules that say so, neutral
+tokens also ride along in the steps of users' requests (`precache_sglang.shadow`).
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-from array import array
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
-from sglang.srt.mem_cache.base_prefix_cache import TreeLock
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from precache_sglang.request import OwnedRows, RequestState, state_of
+from precache_sglang.backlog import NeutralJob, Rebase
+from precache_sglang.request import RequestState, state_of
+from precache_sglang.shadow import Rider, Shadow, num_user_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -31,158 +28,14 @@ if TYPE_CHECKING:
 
     from precache_sglang.runtime import Runtime
 
-logger = logging.getLogger(__name__)
-
 # Without chunked prefill there is no chunk to bound a piece by.
 _PIECE_WITHOUT_CHUNKING = 4096
-
-
-@dataclass(eq=False)
-class NeutralJob:
-    """Neutral tokens owed for one finished turn.
-
-    The turn's adapted base slots stay with the job, and its pieces are computed in
-    place of them: nobody reads them any more, and the pass never waits for room. ::
-
-        [0, start)          neutral, in the tree, locked by the job
-        [start, done)       published by earlier pieces or by other jobs
-        [done, end)         owed; base slots held by the job
-
-    Attributes:
-        key: The tokens ``[0, end)`` with their namespace.
-        team: Whose LR rows the pass writes.
-        feeder: Content of the adapter whose turn it was.
-        active_key: Its slice key, left out by the pass; None if it needs no rows.
-        rows: Its rows from the adapted pass, from `start` on.
-        base_slots: ``[end - done]`` int64.
-        lock: Holds the published prefix.
-    """
-
-    key: RadixKey
-    team: str
-    start: int
-    end: int
-    feeder: str
-    active_key: str | None
-    rows: OwnedRows | None
-    base_slots: torch.Tensor
-    lock: TreeLock | None
-    done: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.done = self.start
-
-    def blocks(self, req: Req, tokens: array[int]) -> bool:
-        """Whether `req` extends tokens that this job has not published yet."""
-        if req.extra_key != self.key.extra_key or req.cache_salt != self.key.cache_salt:
-            return False
-        request_key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-        return self.key.match(request_key) > self.done
-
-
-class Backlog:
-    """Jobs in the order in which their turns ended."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.jobs: deque[NeutralJob] = deque()
-
-    def tokens(self) -> int:
-        return sum(job.end - job.done for job in self.jobs)
-
-    def held_base_slots(self) -> int:
-        return sum(job.base_slots.numel() for job in self.jobs)
-
-    def held_rows(self) -> int:
-        return sum(job.rows.num_slots for job in self.jobs if job.rows is not None)
-
-    def add_turn(self, req: Req, state: RequestState, key: RadixKey) -> None:
-        """Take over the base slots and own rows that the turn computed."""
-        start, end = state.base_len, len(key)
-        if end <= start:
-            return
-        tree = self.runtime.tree
-        row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        rows = None
-        if state.own_key is not None and state.own_key not in tree.dead_keys:
-            rows = state.rows.pop(state.own_key, None)
-        self.jobs.append(
-            NeutralJob(
-                key=key,
-                team=state.team,
-                start=start,
-                end=end,
-                feeder=state.feeder,
-                active_key=state.own_key,
-                rows=rows,
-                base_slots=row[start:end].to(torch.int64),
-                lock=tree.lock(req.last_node),
-            )
-        )
-        # The slots are the job's now: SGLang frees what lies behind this mark.
-        req.kv.cache_protected_len = end
-
-    def catch_up(self, job: NeutralJob) -> None:
-        """Account for what the tree has by now over the job's tokens."""
-        tree = self.runtime.tree
-        path = tree.walk(job.key)
-        published = sum(len(node.key) for node in path)
-        assert published >= job.done, "a job's prefix is locked"
-        if job.rows is not None and job.active_key is not None:
-            tree.give_rows(path, job.active_key, job.rows, published)
-        surplus = job.base_slots.numel() - (job.end - published)
-        if surplus > 0:
-            tree.token_to_kv_pool_allocator.free(job.base_slots[:surplus])
-            job.base_slots = job.base_slots[surplus:]
-        job.done = published
-        if path:
-            lock = tree.lock(path[-1])
-            tree.unlock(job.lock)
-            job.lock = lock
-        if job.done == job.end:
-            self._close(job)
-
-    def purge(self, key: str) -> None:
-        """An adapter was unloaded: its rows are of no use."""
-        for job in self.jobs:
-            if job.active_key == key and job.rows is not None:
-                self.runtime.free_rows(job.rows.slots())
-                job.rows = None
-
-    def drop_rows(self) -> bool:
-        """Free the rows of the oldest job that holds some; its role will replay its turn."""
-        for job in self.jobs:
-            if job.rows is not None and job.rows.num_slots:
-                self.runtime.stats.dropped_rows += job.rows.num_slots
-                self.runtime.free_rows(job.rows.slots())
-                job.rows = None
-                return True
-        return False
-
-    def drop_oldest(self) -> int | None:
-        """Give up the oldest job; its span stays unpublished. Base slots freed, or None."""
-        if not self.jobs:
-            return None
-        job = self.jobs[0]
-        freed = job.base_slots.numel()
-        self.runtime.stats.dropped_neutral += job.end - job.done
-        self.runtime.tree.token_to_kv_pool_allocator.free(job.base_slots)
-        self._close(job)
-        return freed
-
-    def clear(self) -> None:
-        while self.jobs:
-            self.drop_oldest()
-
-    def forget(self) -> None:
-        """The pools are being reset: nothing to free one by one."""
-        self.jobs.clear()
-
-    def _close(self, job: NeutralJob) -> None:
-        if job.rows is not None:
-            self.runtime.free_rows(job.rows.slots())
-        self.runtime.tree.unlock(job.lock)
-        self.jobs.remove(job)
+# Seconds after which a job takes turns with users' steps, however many users there are.
+_MAX_AGE = 20.0
+# A step's time is a constant plus a time for each token; the constant is worth some hundred
+# tokens. Riders may lengthen a step by about a seventh.
+_FREE_RIDE = 16
+_RIDE_SHARE = 0.15
 
 
 class NeutralScheduler:
@@ -202,7 +55,20 @@ class NeutralScheduler:
         running_batch: ScheduleBatch,
         last_batch: ScheduleBatch | None,
     ) -> NextBatchPlan:
-        """One scheduling decision; `original` is SGLang's.
+        """One scheduling decision; `original` is SGLang's."""
+        plan = self._next_batch(original, running_batch, last_batch)
+        batch = plan.batch_to_run
+        if batch is not None and batch is not self._batch:
+            self.runtime.add_riders(batch, list(self._riders(batch, plan.running_batch)))
+        return plan
+
+    def _next_batch(
+        self,
+        original: Callable[..., NextBatchPlan],
+        running_batch: ScheduleBatch,
+        last_batch: ScheduleBatch | None,
+    ) -> NextBatchPlan:
+        """Whose step it is.
 
         Requests that wait for a neutral pass are taken out of the queue that SGLang
         sees. Neutral steps and steps of other users alternate, so that neither waits
@@ -212,7 +78,7 @@ class NeutralScheduler:
         after_neutral = last_batch is not None and last_batch is self._batch
         if after_neutral:
             last_batch = self._batch = None
-        if not self.backlog.jobs:
+        if not self.backlog.jobs and not self.backlog.rebases:
             return original(scheduler, running_batch=running_batch, last_batch=last_batch)
 
         self._admit_ready_grammars()
@@ -223,7 +89,8 @@ class NeutralScheduler:
             or scheduler.chunked_req is not None
             or len(held) < len(scheduler.waiting_queue)
         )
-        urgent = wanted or (self.backlog.jobs[0] if self._under_pressure else None)
+        starving = self.backlog.oldest_age() > _MAX_AGE
+        urgent = wanted or (self._first_job() if self._under_pressure or starving else None)
         if urgent is not None and not (after_neutral and others):
             running_batch, last_batch = self._merged(running_batch, last_batch), None
             batch = self._build(urgent)
@@ -243,11 +110,129 @@ class NeutralScheduler:
         # Something waits, and not for a neutral pass: the slots that the backlog holds
         # may be what it waits for. A finished pass turns them into evictable nodes.
         self._under_pressure = len(scheduler.waiting_queue) > len(held)
-        if plan.batch_to_run is None and self.backlog.jobs:
-            batch = self._build(self.backlog.jobs[0])
+        if plan.batch_to_run is None:
+            batch = self._build_any()
             if batch is not None:
                 return _plan(batch, plan.running_batch)
         return plan
+
+    # -- riders --------------------------------------------------------------
+
+    def _riders(self, batch: ScheduleBatch, running_batch: ScheduleBatch) -> Iterator[Rider]:
+        """Neutral tokens that join the step of `batch`, as the schedule has it."""
+        schedule = self.runtime.schedule
+        if schedule is None or not schedule.beside or not batch.reqs:
+            return
+        if schedule.lockstep:
+            yield from self._lockstep_riders(batch)
+        else:
+            yield from self._leftover_riders(batch, running_batch)
+
+    def _lockstep_riders(self, batch: ScheduleBatch) -> Iterator[Rider]:
+        """The tokens that every turn of `batch` feeds in this step."""
+        wanted = []
+        for shadow, end in self._shadows(batch.reqs, batch):
+            count = min(end - shadow.done, self._piece())
+            if count > 0:
+                wanted.append((shadow, count))
+        missing = sum(count for _, count in wanted) - self._free_slots()
+        if missing > 0:
+            self.runtime.tree.evict_leaves(missing)
+        for shadow, count in wanted:
+            slots = self._take_slots(count)
+            if slots is not None:  # else these tokens are owed when the turn ends
+                yield shadow.ride(count, slots)
+
+    def _leftover_riders(
+        self, batch: ScheduleBatch, running_batch: ScheduleBatch
+    ) -> Iterator[Rider]:
+        """What fits beside the step: the backlog in order, then running turns, oldest first."""
+        budget = self._leftover_tokens(batch)
+        for job in list(self.backlog.jobs):
+            if budget <= 0:
+                return
+            self.backlog.catch_up(job)
+            if job not in self.backlog.jobs or not self.backlog.runnable(job):
+                continue
+            count = min(job.end - job.done, budget)
+            budget -= count
+            yield self.backlog.ride(job, count)
+        for rebase in list(self.backlog.rebases):
+            rider = self.backlog.ride_rebase(rebase, budget) if budget > 0 else None
+            if rider is not None:
+                budget -= len(rider.tokens)
+                yield rider
+                break  # another one may be over the same nodes
+        reqs = batch.reqs if batch is running_batch else [*running_batch.reqs, *batch.reqs]
+        for shadow, end in self._shadows(reqs, batch):
+            count = min(end - shadow.done, budget)
+            if count <= 0:
+                continue
+            slots = self._take_slots(count)
+            if slots is None:
+                return
+            budget -= count
+            yield shadow.ride(count, slots)
+
+    def _leftover_tokens(self, batch: ScheduleBatch) -> int:
+        """Neutral tokens that `batch` has room for and that do not slow its users much."""
+        num_tokens = num_user_tokens(batch)
+        beside = _FREE_RIDE + int(_RIDE_SHARE * num_tokens)
+        return min(beside, self._piece() - num_tokens)
+
+    def _shadows(self, reqs: list[Req], batch: ScheduleBatch) -> Iterator[tuple[Shadow, int]]:
+        """Shadows of running turns, and how far each turn has fed by the end of this step.
+
+        A turn whose tokens an earlier pass is computing lets it: what that one publishes
+        need not be computed again.
+        """
+        extending = batch.reqs if batch.forward_mode.is_extend() else []
+        in_batch = {id(req) for req in extending}
+        ends = {
+            id(req): req.extend_end if id(req) in in_batch else req.kv.kv_committed_len
+            for req in reqs
+        }
+        for req in reqs:
+            state = state_of(req)
+            if (
+                state.shadow is None
+                and state.adapter is not None
+                and not req.finished()
+                and self.runtime.tree.is_neutral(req.last_node)
+            ):
+                Shadow(self.runtime, req)
+        for shadow in list(self.runtime.shadows):
+            end = ends.get(id(shadow.req))
+            if end is None or shadow.req.finished():
+                continue
+            shadow.follow(end)
+            if shadow.done < end and not self._computed_elsewhere(shadow, end):
+                yield shadow, end
+
+    def _computed_elsewhere(self, shadow: Shadow, end: int) -> bool:
+        if shadow.num_slots:
+            return False
+        tokens = shadow.tokens(0, end)
+        if any(job.blocks(shadow.req, tokens) for job in self.backlog.jobs):
+            return True
+        for other in self.runtime.shadows:
+            if other is shadow:
+                return False
+            if other.covers(shadow.req, tokens, shadow.first):
+                return True
+        return False
+
+    def _piece(self) -> int:
+        return self.scheduler.chunked_prefill_size or _PIECE_WITHOUT_CHUNKING
+
+    def _free_slots(self) -> int:
+        return int(self.scheduler.token_to_kv_pool_allocator.available_size())
+
+    def _take_slots(self, count: int) -> torch.Tensor | None:
+        slots: torch.Tensor | None = self.scheduler.token_to_kv_pool_allocator.alloc(count)
+        return slots
+
+    # -- steps of their own ----------------------------------------------------
 
     def _merged(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
@@ -285,22 +270,54 @@ class NeutralScheduler:
         wanted: NeutralJob | None = None
         for req in self.scheduler.waiting_queue:
             tokens = req.origin_input_ids + req.output_ids
-            job = next((job for job in self.backlog.jobs if job.blocks(req, tokens)), None)
-            if job is not None:
+            blocking = [job for job in self.backlog.jobs if job.blocks(req, tokens)]
+            if blocking and self._has_waited(req, blocking[0]):
+                for job in blocking:
+                    self.backlog.publish_provisionally(job)
+            elif blocking:
                 held.append(req)
-                wanted = wanted or job
+                wanted = wanted or blocking[0]
         return held, wanted
+
+    def _has_waited(self, req: Req, job: NeutralJob) -> bool:
+        """Whether `req` is to go on without the neutral pass of `job`."""
+        if not self.runtime.may_publish_provisionally:
+            return False
+        state = state_of(req)
+        now = time.monotonic()
+        if state.held_since is None:
+            state.held_since = now
+        waited_ms = (now - state.held_since) * 1e3
+        # What has to be rebased first may be read for as long as others like.
+        limit: int = self.runtime.settings.max_neutral_wait_ms
+        return waited_ms >= limit or not self.backlog.runnable(job)
+
+    def _first_job(self) -> NeutralJob | None:
+        return next((job for job in self.backlog.jobs if self.backlog.runnable(job)), None)
+
+    def _build_any(self) -> ScheduleBatch | None:
+        """A piece of whatever can go on: of the backlog, or of what is to be rebased."""
+        job = self._first_job()
+        if job is not None:
+            return self._build(job)
+        for rebase in list(self.backlog.rebases):
+            end = self.backlog.prepare(rebase, self._piece())
+            if end is not None:
+                return self._batch_of(rebase, end)
+        return None
 
     def _build(self, job: NeutralJob) -> ScheduleBatch | None:
         """The next piece of `job` as a batch of its own, or None if no row is free."""
+        self.backlog.catch_up(job)
+        if job not in self.backlog.jobs or not self.backlog.runnable(job):
+            return self._build_any()  # others had published all of it, or what it stands on
+        return self._batch_of(job, min(job.done + self._piece(), job.end))
+
+    def _batch_of(self, job: NeutralJob | Rebase, end: int) -> ScheduleBatch | None:
+        """A batch of one internal request that computes the neutral tokens up to `end`."""
         scheduler = self.scheduler
         if scheduler.req_to_token_pool.available_size() == 0:
             return None
-        self.backlog.catch_up(job)
-        if job not in self.backlog.jobs:  # others had published all of it
-            return self._build(self.backlog.jobs[0]) if self.backlog.jobs else None
-        piece = scheduler.chunked_prefill_size or _PIECE_WITHOUT_CHUNKING
-        end = min(job.done + piece, job.end)
         req = Req(
             f"precache-neutral-{next(self._serial)}",
             "",
@@ -343,16 +360,15 @@ class NeutralScheduler:
         stats.neutral += req.extend_end - req.prefix_len
         stats.neutral_steps += 1
         req.finished_reason = FINISH_LENGTH(length=0)
-        release_kv_cache(req, self.runtime.tree, checkpoint=True)
+        if isinstance(job, Rebase):
+            self.backlog.rebased(job, req.extend_end, state_of(req).rows)
+            req.kv.cache_protected_len = req.extend_end  # the tree's own slots, in place
+            release_kv_cache(req, self.runtime.tree, checkpoint=False)
+        else:
+            release_kv_cache(req, self.runtime.tree, checkpoint=True)
+            self.backlog.catch_up(job)
         batch.reqs = []
-        self.backlog.catch_up(job)
         return True
-
-
-def take_base_slots(job: NeutralJob, count: int) -> torch.Tensor:
-    """The next `count` of the job's base slots, to be written in place."""
-    taken, job.base_slots = job.base_slots[:count], job.base_slots[count:]
-    return taken
 
 
 def _plan(batch: ScheduleBatch, running_batch: ScheduleBatch) -> NextBatchPlan:

@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from precache_sglang.backlog import Rebase
 from precache_sglang.request import OwnedRows, PromptCounts, RequestState, state_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class PrecacheRadixCache(RadixCache):
         self.lr_pinned_size = 0
         self.dead_keys: set[str] = set()
         self.runtime.backlog.forget()
+        self.runtime.shadows.clear()
         self.runtime.peak_base = self.runtime.peak_rows = 0
         if self.runtime.lr_pool is not None:
             self.runtime.lr_pool.clear()
@@ -70,6 +72,7 @@ class PrecacheRadixCache(RadixCache):
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         parent = super()._split_node(key, child, split_len)
         _init_node(parent, child.feeder)
+        parent.provisional = child.provisional
         for name, slots in child.slices.items():
             parent.slices[name] = slots[:split_len].clone()
             child.slices[name] = slots[split_len:].clone()
@@ -77,11 +80,17 @@ class PrecacheRadixCache(RadixCache):
         parent.used = dict(child.used)
         return parent
 
-    def _append_leaf(
-        self, parent: TreeNode, key: RadixKey, slots: torch.Tensor, feeder: str
+    def append_leaf(
+        self,
+        parent: TreeNode,
+        key: RadixKey,
+        slots: torch.Tensor,
+        feeder: str,
+        provisional: bool = False,
     ) -> TreeNode:
         node = TreeNode()
         _init_node(node, feeder)
+        node.provisional = provisional
         node.parent = parent
         node.key = key
         node.value = slots.clone()
@@ -93,7 +102,7 @@ class PrecacheRadixCache(RadixCache):
 
     def _delete_leaf(self, node: TreeNode) -> None:
         for key in list(node.slices):
-            self._drop_slice(node, key)
+            self.drop_slice(node, key)
         super()._delete_leaf(node)
 
     def walk(self, key: RadixKey) -> list[TreeNode]:
@@ -115,6 +124,40 @@ class PrecacheRadixCache(RadixCache):
             if matched < len(child.key):
                 break
         return path
+
+    def neutral_len(self, key: RadixKey) -> int:
+        """Length of the longest cached prefix of `key` that is not provisional.
+
+        Splits nothing.
+        """
+        node, offset = self.root_node, 0
+        while offset < len(key):
+            child = node.children.get(key.child_key_at(offset))
+            if child is None or child.provisional:
+                break
+            matched = child.key.match_at(key, offset)
+            node, offset = child, offset + matched
+            if matched < len(child.key):
+                break
+        return offset
+
+    def is_neutral(self, node: TreeNode) -> bool:
+        """Whether nothing on the path down to `node` is provisional."""
+        while node is not self.root_node:
+            if node.provisional:
+                return False
+            node = node.parent
+        return True
+
+    def readers(self, node: TreeNode) -> int:
+        """Requests that read `node`; locks of neutral passes do not count."""
+        readers: int = node.lock_ref
+        for lock in self.runtime.neutral_locks():
+            below = lock.node
+            while below is not self.root_node and below is not node:
+                below = below.parent
+            readers -= below is node
+        return readers
 
     def nodes(self) -> Iterator[TreeNode]:
         stack = list(self.root_node.children.values())
@@ -140,8 +183,11 @@ class PrecacheRadixCache(RadixCache):
         now = time.monotonic()
         path = self.walk(key)
         base_len = lr_len = 0
-        anchor = self.root_node
+        anchor = last = self.root_node
         for node in path:
+            if node.provisional and state.job is not None:
+                break  # a neutral pass starts where neutral base KV ends
+            last = node
             node.last_access_time = now
             if lr_len == base_len and self._readable(node, state):
                 lr_len += len(node.key)
@@ -150,7 +196,6 @@ class PrecacheRadixCache(RadixCache):
                     node.used[state.own_key] = now
             base_len += len(node.key)
         state.base_len, state.lr_len, state.anchor = base_len, lr_len, anchor
-        last = path[-1] if path else self.root_node
         return MatchResult(
             device_prefix_len=min(lr_len, limit),
             last_device_node=last,
@@ -249,13 +294,17 @@ class PrecacheRadixCache(RadixCache):
         if matched < end:
             slots = row[matched:end].to(torch.int64)
             parent = path[-1] if path else self.root_node
-            path.append(self._append_leaf(parent, key[matched:], slots, state.feeder))
+            # Neutral only if all before it is.
+            provisional = self.method.neutral_base and not self.is_neutral(parent)
+            path.append(self.append_leaf(parent, key[matched:], slots, state.feeder, provisional))
+            if provisional:
+                self.runtime.backlog.rebases.append(Rebase(key, state.team))
         if matched > owned_from:
             # The same pass was published meanwhile: keep the tree's copy, free ours.
             self.token_to_kv_pool_allocator.free_segment(
                 row[owned_from:matched], start_pos=owned_from
             )
-            row[owned_from:matched] = self._path_slots(path)[owned_from:matched].to(row.dtype)
+            row[owned_from:matched] = self.path_slots(path)[owned_from:matched].to(row.dtype)
         self._attach_rows(path, state, end, req)
         last = path[-1] if path else self.root_node
         if end > owned_from:  # else a chunk that ends inside the replayed prefix
@@ -324,7 +373,10 @@ class PrecacheRadixCache(RadixCache):
                 table[start:position] = node.slices[key].to(table.dtype)
             self.runtime.free_rows(slots)
 
-    def _path_slots(self, path: list[TreeNode]) -> torch.Tensor:
+    def path_slots(self, path: list[TreeNode]) -> torch.Tensor:
+        """``[tokens]`` int64 base slots of a path that starts below the root."""
+        if not path:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         return torch.cat([node.value for node in path])
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
@@ -333,6 +385,8 @@ class PrecacheRadixCache(RadixCache):
         for rows in state.rows.values():
             self.runtime.free_rows(rows.slots())
         state.rows = {}
+        if state.shadow is not None:
+            state.shadow.release()
         if state.pinned:
             self._unpin(state.anchor, state.own_key)
             state.pinned = False
@@ -346,7 +400,7 @@ class PrecacheRadixCache(RadixCache):
         node.used[key] = now
         self.lr_evictable_size += slots.numel()
 
-    def _drop_slice(self, node: TreeNode, key: str) -> int:
+    def drop_slice(self, node: TreeNode, key: str) -> int:
         slots = node.slices.pop(key)
         node.used.pop(key, None)
         assert not node.pins.get(key), "a pinned slice must not be dropped"
@@ -375,7 +429,7 @@ class PrecacheRadixCache(RadixCache):
                 self.lr_evictable_size += len(node.key)
                 self.lr_pinned_size -= len(node.key)
                 if key in self.dead_keys:
-                    self._drop_slice(node, key)
+                    self.drop_slice(node, key)
             node = parent
 
     def evict_rows(self, num_slots: int) -> int:
@@ -395,7 +449,7 @@ class PrecacheRadixCache(RadixCache):
         freed = 0
         while heap and freed < num_slots:
             *_, key, node = heapq.heappop(heap)
-            freed += self._drop_slice(node, key)
+            freed += self.drop_slice(node, key)
             self.stats.evicted_slices += 1
         self.stats.evicted_rows += freed
         return freed
@@ -408,7 +462,7 @@ class PrecacheRadixCache(RadixCache):
                 if node.pins.get(key):
                     pinned = True
                 else:
-                    self._drop_slice(node, key)
+                    self.drop_slice(node, key)
         self.runtime.backlog.purge(key)
         if pinned or self.runtime.rows_in_flight(key):
             self.dead_keys.add(key)
@@ -420,19 +474,37 @@ class PrecacheRadixCache(RadixCache):
     # -- base slots under pressure --------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Evict leaves; if that is not enough, give up neutral work, oldest first."""
-        freed = super().evict(params).num_tokens_evicted
-        self.stats.evicted_base += freed
+        """Evict leaves; if that is not enough, give up neutral work.
+
+        What rides beside a turn goes first (the tokens are owed when the turn ends), the
+        youngest before the others; then finished turns, oldest first.
+        """
+        freed = self.evict_leaves(params.num_tokens)
+        for shadow in reversed(list(self.runtime.shadows)):
+            if freed >= params.num_tokens:
+                break
+            if shadow.num_slots:
+                freed += shadow.num_slots
+                shadow.release()
         while freed < params.num_tokens:
             dropped = self.runtime.backlog.drop_oldest()
             if dropped is None:
                 break
             # The dropped job's lock is gone too: its prefix may be evictable now.
             missing = max(0, params.num_tokens - freed - dropped)
-            evicted = super().evict(EvictParams(num_tokens=missing)).num_tokens_evicted
-            self.stats.evicted_base += evicted
-            freed += dropped + evicted
+            freed += dropped + self.evict_leaves(missing)
         return EvictResult(num_tokens_evicted=freed)
+
+    def evict_leaves(self, num_tokens: int) -> int:
+        """Evict up to `num_tokens` cached tokens that nobody has locked; return how many."""
+        freed: int = super().evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted
+        self.stats.evicted_base += freed
+        return freed
+
+    def evictable_size(self) -> int:
+        """Unlocked tokens, and base slots of neutral passes beside running turns."""
+        held = sum(shadow.num_slots for shadow in self.runtime.shadows)
+        return int(super().evictable_size()) + held
 
     def protected_size(self) -> int:
         """Locked tokens, and base slots that wait for their neutral pass."""
@@ -486,3 +558,4 @@ def _init_node(node: TreeNode, feeder: str) -> None:
     node.pins = {}  # slice key -> running readers
     node.used = {}  # slice key -> time of last use
     node.feeder = feeder  # content of the adapter that fed the tokens first; "" for none
+    node.provisional = False  # base KV of an adapted pass where it is to be neutral

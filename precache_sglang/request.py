@@ -10,8 +10,9 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from precache_sglang.neutral import NeutralJob
+    from precache_sglang.backlog import NeutralJob, Rebase
     from precache_sglang.roles import Adapter
+    from precache_sglang.shadow import Shadow
 
 
 @dataclass
@@ -85,13 +86,15 @@ class RequestState:
         tabled: The request's row of ``req_to_lr`` holds its matched slices.
         written: Slice keys the pass writes for new tokens, own key first.
         rows: Slots owned, by slice key.
+        held_since: When it first waited for a neutral pass, on the monotonic clock.
+        shadow: The neutral pass that runs beside this request; None if none does.
         detached: Another role published other base KV for tokens this request computed
             itself; it goes on with its own rows and publishes nothing more.
     """
 
     adapter: Adapter | None
     team: str
-    job: NeutralJob | None = None
+    job: NeutralJob | Rebase | None = None
     base_len: int = 0
     lr_len: int = 0
     anchor: Any = None
@@ -99,6 +102,8 @@ class RequestState:
     tabled: bool = False
     written: list[str] = field(default_factory=list)
     rows: dict[str, OwnedRows] = field(default_factory=dict)
+    held_since: float | None = None
+    shadow: Shadow | None = None
     detached: bool = False
     counts: PromptCounts | None = None
 

@@ -101,15 +101,24 @@ class RoleRegistry:
         """The team whose namespace requests without an adapter use."""
         return next(iter(self.teams), _DEFAULT_TEAM)
 
-    def rows_written(self, adapter: Adapter | None, team: str, leave_out: str | None) -> list[str]:
+    def rows_written(
+        self,
+        adapter: Adapter | None,
+        team: str,
+        leave_out: str | None,
+        whole_team: bool = False,
+    ) -> list[str]:
         """Slice keys a pass writes for tokens that nobody has fed before, own key first.
 
         Args:
             adapter: The pass's adapter; None for an adapter-free pass.
             team: The pass's team.
             leave_out: Key of the role whose turn a neutral pass rebuilds.
+            whole_team: Whatever the method needs, write the rows of every role.
         """
         which = self.method.rows if adapter else self.method.neutral_rows
+        if whole_team:
+            which = Rows.TEAM
         own = [adapter.rows_key] if adapter and adapter.rows_key else []
         if which is Rows.NONE:
             return []

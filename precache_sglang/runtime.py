@@ -13,19 +13,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from precache_sglang.backlog import Backlog
 from precache_sglang.config import Settings
 from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
 from precache_sglang.lr_pool import LRPool
 from precache_sglang.methods import Method, Rows
 from precache_sglang.metrics import Stats
-from precache_sglang.neutral import Backlog, NeutralScheduler, take_base_slots
+from precache_sglang.neutral import NeutralScheduler
 from precache_sglang.request import OwnedRows, RequestState, state_of
 from precache_sglang.roles import RoleRegistry, read_adapter, registered_names, targets_k
+from precache_sglang.schedules import SCHEDULES, Schedule
+from precache_sglang.shadow import Rider, Shadow, num_user_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from precache_sglang.prefix_cache import PrecacheRadixCache
@@ -41,9 +46,13 @@ def current() -> Runtime | None:
 
 
 class _RowSpan(NamedTuple):
-    """Tokens ``[first, end)`` of a request that get rows of one adapter."""
+    """Tokens ``[first, end)`` of a pass that get rows of one adapter.
 
-    req: Req
+    `row` is the request's row of ``req_to_lr``; None for a pass that reads no rows.
+    """
+
+    state: RequestState
+    row: int | None
     key: str
     first: int
     end: int
@@ -59,6 +68,9 @@ class Runtime:
             position, beside SGLang's ``req_to_token``.
         write_slots: ``[blocks, tokens]`` int64: where the forward in progress stores the
             rows of its tokens; None if it stores none.
+        schedule: When neutral passes run; None where the method has none.
+        shadows: Neutral passes beside running turns, oldest first.
+        riders: Neutral tokens in the step that is being prepared or run.
     """
 
     tree: PrecacheRadixCache
@@ -69,8 +81,14 @@ class Runtime:
         global _current
         self.settings = settings
         self.method = method
+        self.schedule: Schedule | None = (
+            SCHEDULES[settings.schedule] if method.neutral_base else None
+        )
         self.stats = Stats()
         self.backlog = Backlog(self)
+        self.shadows: list[Shadow] = []
+        self.riders: list[Rider] = []
+        self.num_user_tokens = 0
         self.lora_manager = lora_manager
         self.lr_pool: LRPool | None = None
         self.write_slots: torch.Tensor | None = None
@@ -257,7 +275,9 @@ class Runtime:
         return self.lr_pool.available_size() + self.tree.lr_evictable_size
 
     def running_states(self) -> Iterator[RequestState]:
-        """States of all users' requests that may own LR slots."""
+        """States of all passes that may own LR slots: users' requests, and beside them."""
+        yield from (shadow.state for shadow in self.shadows)
+        yield from (rider.state for rider in self.riders if rider.state.job is not None)
         scheduler = self.scheduler
         if scheduler is None:
             return
@@ -271,6 +291,17 @@ class Runtime:
             if id(req) not in seen:
                 seen.add(id(req))
                 yield state_of(req)
+
+    @property
+    def may_publish_provisionally(self) -> bool:
+        """Whether a request may use a turn whose neutral pass is not done."""
+        return self.method.neutral_base and self.settings.max_neutral_wait_ms >= 0
+
+    def neutral_locks(self) -> Iterator[TreeLock]:
+        """Tree locks of neutral passes, which read nothing between their steps."""
+        jobs = (job.lock for job in self.backlog.jobs)
+        shadows = (shadow.lock for shadow in self.shadows)
+        yield from (lock for lock in (*jobs, *shadows) if lock is not None)
 
     def rows_held(self) -> int:
         """LR slots owned by running requests and by the backlog."""
@@ -377,7 +408,7 @@ class Runtime:
             parts.append(torch.zeros(replayed, dtype=torch.int64, device=self.device))
             job = state_of(req).job
             if job is not None:
-                parts.append(take_base_slots(job, new))
+                parts.append(job.take(new))
             else:
                 parts.append(new)
                 fresh += new
@@ -410,6 +441,7 @@ class Runtime:
                     state.adapter,
                     state.team,
                     leave_out=state.job.active_key if state.job else None,
+                    whole_team=self.may_publish_provisionally,
                 )
                 if state.own_key is not None:
                     self.req_to_lr[req.kv.req_pool_idx, : state.lr_len] = self.tree.own_slots(
@@ -425,20 +457,49 @@ class Runtime:
         )
 
     def _assign_rows(self, batch: ScheduleBatch, spans: list[tuple[Req, int, int]]) -> None:
-        """LR slots for the tokens of ``(request, start, end)``, own rows first.
+        self._note_peaks()
+        batch.precache_write_slots = self._allot(
+            [(state_of(req), req.kv.req_pool_idx, start, end) for req, start, end in spans]
+        )
+
+    def add_riders(self, batch: ScheduleBatch, riders: list[Rider]) -> None:
+        """Let neutral tokens ride along in the forward of `batch`, behind its own tokens."""
+        batch.precache_riders = riders
+        if not riders:
+            return
+        self._note_peaks()
+        mine = batch.precache_write_slots
+        theirs = self._allot([(rider.state, None, rider.start, rider.end) for rider in riders])
+        if mine is None and theirs is None:
+            return
+        parts = (
+            (mine, num_user_tokens(batch)),
+            (theirs, sum(len(rider.tokens) for rider in riders)),
+        )
+        batch.precache_write_slots = torch.cat(
+            [self._no_write_slots(count) if part is None else part for part, count in parts], dim=1
+        )
+
+    def _no_write_slots(self, num_tokens: int) -> torch.Tensor:
+        return torch.zeros(
+            (len(self.roles.blocks), num_tokens), dtype=torch.int64, device=self.device
+        )
+
+    def _allot(self, spans: list[tuple[RequestState, int | None, int, int]]) -> torch.Tensor | None:
+        """LR slots for the tokens of ``(state, row, start, end)``, own rows first.
 
         Rows of other roles are worth having but not owed: without room they are left
         out for the rest of the pass, as if they had been evicted at once.
+
+        Returns:
+            ``[blocks, tokens of all spans]`` int64, or None if nothing is to be written.
         """
-        batch.precache_write_slots = None
-        self._note_peaks()
         if self.lr_pool is None:
-            return
+            return None
         own: list[_RowSpan] = []
         rest: list[_RowSpan] = []
         column = 0
-        for req, start, end in spans:
-            state = state_of(req)
+        for state, row, start, end in spans:
             for key in list(state.written):
                 is_own = key == state.own_key
                 if key not in self.roles.blocks and not is_own:
@@ -447,14 +508,12 @@ class Runtime:
                     continue
                 first = max(start, state.lr_len if is_own else state.base_len)
                 if first < end and key in self.roles.blocks:
-                    span = _RowSpan(req, key, first, end, column + first - start)
+                    span = _RowSpan(state, row, key, first, end, column + first - start)
                     (own if is_own else rest).append(span)
             column += end - start
         if not own and not rest:
-            return
-        write_slots = torch.zeros(
-            (len(self.roles.blocks), column), dtype=torch.int64, device=self.device
-        )
+            return None
+        write_slots = self._no_write_slots(column)
         needed = sum(span.end - span.first for span in own)
         slots = self._take(needed, required=True)
         if slots is None:
@@ -466,24 +525,23 @@ class Runtime:
         for span in own:
             mine, slots = slots[: span.end - span.first], slots[span.end - span.first :]
             self._place(write_slots, span, mine)
-            table = self.req_to_lr[span.req.kv.req_pool_idx]
+            table = self.req_to_lr[span.row]
             table[span.first : span.end] = mine.to(table.dtype)
         for span in rest:
-            state = state_of(span.req)
-            if span.key not in state.written:
+            if span.key not in span.state.written:
                 continue
             found = self._take(span.end - span.first, required=False)
             if found is None:
                 self.stats.dropped_rows += span.end - span.first
-                self._stop_writing(state, span.key)
+                self._stop_writing(span.state, span.key)
             else:
                 self._place(write_slots, span, found)
-        batch.precache_write_slots = write_slots
+        return write_slots
 
     def _place(self, write_slots: torch.Tensor, span: _RowSpan, slots: torch.Tensor) -> None:
         block = self.roles.blocks[span.key]
         write_slots[block, span.column : span.column + slots.numel()] = slots
-        rows = state_of(span.req).rows
+        rows = span.state.rows
         if span.key not in rows:
             rows[span.key] = OwnedRows(span.first)
         rows[span.key].append(slots)
@@ -505,9 +563,34 @@ class Runtime:
         self._stored_layers += 1
         self.lr_pool.write(layer, self.write_slots, x @ self.roles.stack[layer].T)
 
-    def begin_forward(self, batch: ScheduleBatch) -> None:
+    def begin_forward(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> None:
+        """Note what the forward of `batch` stores, and append its riders' tokens."""
         self.write_slots = getattr(batch, "precache_write_slots", None)
         self._stored_layers = 0
+        self.riders = getattr(batch, "precache_riders", [])
+        self.num_user_tokens = 0
+        if not self.riders:
+            return
+        self.num_user_tokens = len(forward_batch.input_ids)
+        tokens = [token for rider in self.riders for token in rider.tokens]
+        positions = [torch.arange(rider.start, rider.end) for rider in self.riders]
+        for name, more in (
+            ("input_ids", torch.tensor(tokens)),
+            ("positions", torch.cat(positions)),
+            ("out_cache_loc", torch.cat([rider.slots for rider in self.riders])),
+        ):
+            users = getattr(forward_batch, name)
+            setattr(forward_batch, name, torch.cat((users, more.to(users))))
+        # Tokens beyond this number pass for padding, which attention leaves out.
+        forward_batch.global_num_token_non_padded_cpu = len(forward_batch.input_ids)
+
+    def end_forward(self) -> None:
+        """Hand what the riders computed to those who sent them."""
+        riders, self.riders = self.riders, []
+        for rider in riders:
+            self.stats.neutral += len(rider.tokens)
+            self.stats.neutral_beside += len(rider.tokens)
+            rider.computed(rider)
 
     def require_rows_stored(self, batch: ScheduleBatch) -> None:
         """Check that the forward of `batch` stored the rows that were allotted to it.
@@ -530,9 +613,10 @@ class Runtime:
         tree, pool = self.tree, self.lr_pool
         kv_pool = tree.token_to_kv_pool_allocator.get_kvcache()
         rows: dict[str, int] = {}
-        num_nodes = 0
+        num_nodes = provisional = 0
         for node in tree.nodes():
             num_nodes += 1
+            provisional += len(node.key) if node.provisional else 0
             for key, slots in node.slices.items():
                 rows[key] = rows.get(key, 0) + slots.numel()
         tree_tokens = tree.total_size()
@@ -541,7 +625,7 @@ class Runtime:
         in_use = allocator.size - allocator.available_size()
         return {
             "method": self.method.name,
-            "schedule": self.settings.schedule if self.method.neutral_base else None,
+            "schedule": self.schedule.name if self.schedule else None,
             "teams": self._team_names(),
             "tree_nodes": num_nodes,
             "base_tokens": tree_tokens,
@@ -566,7 +650,9 @@ class Runtime:
             "lr_slots_pinned": tree.lr_pinned_size,
             "peak_lr_bytes": self.peak_rows * self.slot_bytes if pool else 0,
             "backlog_tokens": self.backlog.tokens(),
-            "provisional_tokens": 0,
+            "backlog_age_s": round(self.backlog.oldest_age(), 3),
+            "shadow_tokens": sum(shadow.num_slots for shadow in self.shadows),
+            "provisional_tokens": provisional,
             "problems": tree.check_integrity(),
             **{f"total_{name}": value for name, value in self.stats.as_dict().items()},
         }

@@ -87,9 +87,10 @@ class Case:
 @pytest.fixture(
     scope="module",
     # Chunked prompts for every method; whole ones where a pass writes the team's rows.
-    params=[(method, "64") for method in METHODS]
-    + [(method, "whole") for method in ("prelrshared", "rebaseshared")],
-    ids=lambda param: f"{param[0]}-{param[1]}",
+    params=[(method, "64", "lp") for method in METHODS]
+    + [(method, "whole", "lp") for method in ("prelrshared", "rebaseshared")]
+    + [("rebaseshared", "64", schedule) for schedule in ("db", "auto")],
+    ids="-".join,
 )
 def case(
     request: pytest.FixtureRequest,
@@ -97,11 +98,12 @@ def case(
     weights: Weights,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Case]:
-    method, chunk = request.param
+    method, chunk, schedule = request.param
     sets = adapter_sets(method, tmp_path_factory.mktemp("common"))
     adapters = {role: path for roles in sets.values() for role, path in roles.items()}
     teams = [f"{name}={','.join(roles)}" for name, roles in sets.items()]
-    args = ["--precache-method", method, "--dtype", "float32", "--log-level", "warning"]
+    args = ["--precache-method", method, "--precache-schedule", schedule]
+    args += ["--dtype", "float32", "--log-level", "warning"]
     for team in teams:
         args += ["--precache-team", team]
     args += ["--max-total-tokens", "24000", "--max-running-requests", "8"]

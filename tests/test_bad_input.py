@@ -19,7 +19,7 @@ import pytest
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerError, ServerProcess
 from safetensors.torch import load_file, save_file
-from tiny import make_adapter, make_model
+from tiny import make_adapter
 from torch import Tensor
 
 CONTEXT = 512
@@ -27,20 +27,6 @@ LR_TOKENS = 300
 SMALL = ["--skip-tokenizer-init", "--dtype", "float32", "--log-level", "warning"]
 SMALL += ["--max-total-tokens", "2048", "--max-running-requests", "8"]
 SMALL += ["--context-length", str(CONTEXT), "--max-loras-per-batch", "4"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("adapters")
-    return {
-        role: make_adapter(root / role, model, seed=seed)
-        for seed, role in enumerate(("plan", "action"))
-    }
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -438,23 +438,26 @@ def _require_balance(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "lr_tokens"),
+    ("method", "schedule", "lr_tokens"),
     [
-        ("rebaseshared", None),
-        ("prelrshared", None),
-        ("baseshared", None),
+        ("rebaseshared", "auto", None),
+        ("rebaseshared", "db", None),
+        ("prelrshared", "lp", None),
+        ("baseshared", "lp", None),
         # Too few LR slots for the team: slices are evicted and rows left out.
-        ("rebaseshared", 1800),
-        ("prelrshared", 1800),
+        ("rebaseshared", "lp", 1800),
+        ("rebaseshared", "auto", 1800),
+        ("prelrshared", "lp", 1800),
     ],
 )
 def test_random_operations_lose_no_slot_and_leave_a_sound_cache(
-    assets: Assets, method: str, lr_tokens: int | None
+    assets: Assets, method: str, schedule: str, lr_tokens: int | None
 ) -> None:
     args = ["--dtype", "float32", "--skip-tokenizer-init"]
     args += ["--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8"]
     args += ["--max-loras-per-batch", "6", "--chunked-prefill-size", "128"]
     args += ["--schedule-conservativeness", "0.1", "--precache-method", method]
+    args += ["--precache-schedule", schedule]
     args += ["--lora-target-modules", *ATTENTION, *MLP, "--max-lora-rank", "16"]
     if lr_tokens is not None:
         args += ["--precache-lr-tokens", str(lr_tokens)]

@@ -34,7 +34,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 def test_the_default_method_is_rebaseshared(server: ServerProcess) -> None:
     state = server.state()
     assert state["method"] == "rebaseshared"
-    assert state["schedule"] == "lp"
+    assert state["schedule"] == "auto"
     assert state["teams"] == {"default": ["plan", "action", "reflect"]}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from precache_sglang.kernels.reference import attend, expand_keys, expand_values
@@ -16,13 +14,7 @@ GQA = pytest.mark.parametrize("group", [1, 3, 4])
 HEAD_DIM = pytest.mark.parametrize("head_dim", [16, 64, 128])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def dense(

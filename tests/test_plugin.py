@@ -15,7 +15,6 @@ import pytest
 from precache_sglang.launch.process import ServerError, ServerProcess
 from reference import ReferenceEngine, Weights
 from standins import quiet_imports
-from tiny import make_adapter, make_model
 
 from precache_sglang import plugin
 from precache_sglang.methods import METHODS
@@ -29,20 +28,6 @@ FLAGS = (
 )
 SMALL = ["--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "2048"]
 SMALL += ["--max-running-requests", "4", "--max-loras-per-batch", "3", "--log-level", "warning"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("adapters")
-    return {
-        role: make_adapter(root / role, model, seed=seed)
-        for seed, role in enumerate(("plan", "action"))
-    }
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:

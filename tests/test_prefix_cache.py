@@ -1,410 +1,27 @@
-"""The prefix cache with real pools, requests and runtime; only the model is missing.
-
-`Engine` does what SGLang's scheduler does with a request, without a forward. In its place it
-notes which token of which context each slot holds, and who wrote it. So every check can ask
-whether the tree and the running requests point at the right rows, not only whether the
-numbers add up.
-"""
+"""The prefix cache, driven as SGLang's scheduler drives it; see `engine`."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from standins import fake_lora, fake_lora_manager, quiet_imports
+from engine import CONTEXT, ROLES, Engine
+from standins import fake_lora, quiet_imports
 
 with quiet_imports():
-    from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.common import (
-        checkpoint_kv_cache,
-        evict_from_tree_cache,
-        release_kv_cache,
-    )
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.runtime_context import get_context
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from precache_sglang import neutral as neutral_module
-    from precache_sglang import runtime as runtime_module
-    from precache_sglang.config import Settings
-    from precache_sglang.methods import METHODS, Rows
-    from precache_sglang.neutral import NeutralJob, NeutralScheduler
-    from precache_sglang.prefix_cache import PrecacheRadixCache
+    from precache_sglang.backlog import NeutralJob
     from precache_sglang.request import state_of
+    from precache_sglang.schedules import SCHEDULES
 
-VOCAB = 1000
-CONTEXT = 64
-NEUTRAL = "neutral"  # feeder of base KV from an adapter-free pass, where that matters
-ROLES = {"plan": 1, "action": 2, "reflect": 3}  # role -> seed of its weights
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sglang_settings() -> Iterator[None]:
-    """SGLang's record of its arguments, which releasing a request reads."""
-    with quiet_imports(), get_context().override_server_args():
-        yield
-
-
-class Engine:
-    """One scheduler process without a model."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        method: str = "prelrshared",
-        base_slots: int = 200,
-        lr_slots: int = 400,
-        num_requests: int = 16,
-        piece: int | None = None,
-        teams: dict[str, list[str]] | None = None,
-    ) -> None:
-        common = 99 if METHODS[method].rows is Rows.COMMON else None
-        self.loras = {role: fake_lora(seed, a_seed=common) for role, seed in ROLES.items()}
-        self.manager = fake_lora_manager(self.loras)
-        settings = Settings(method=method, lr_tokens=lr_slots, teams=teams or {})
-        monkeypatch.setattr(runtime_module, "_current", None)
-        self.runtime = runtime_module.Runtime(settings, METHODS[method], self.manager)
-        self.rows = ReqToTokenPool(num_requests, CONTEXT, "cpu", enable_memory_saver=False)
-        self.allocator = TokenToKVPoolAllocator(
-            base_slots, torch.int64, "cpu", None, need_sort=False
-        )
-        self.runtime.build_pools(
-            SimpleNamespace(
-                req_to_token_pool=self.rows,
-                max_total_num_tokens=base_slots,
-                token_to_kv_pool=SimpleNamespace(mem_usage=0.0),
-            )
-        )
-        self.tree = PrecacheRadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.rows,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=1,
-            ),
-            self.runtime,
-        )
-        self.runtime.tree = self.tree
-        self.running: list[Req] = []
-        scheduler = SimpleNamespace(
-            running_batch=SimpleNamespace(reqs=self.running),
-            last_batch=None,
-            cur_batch_for_debug=None,
-            chunked_req=None,
-            chunked_prefill_size=piece,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.allocator,
-            model_config=SimpleNamespace(vocab_size=VOCAB),
-            enable_overlap=False,
-            spec_algorithm=None,
-        )
-        self.runtime.scheduler = scheduler
-        self.runtime.neutral = NeutralScheduler(scheduler, self.runtime)
-        monkeypatch.setattr(
-            neutral_module, "ScheduleBatch", SimpleNamespace(init_new=self._neutral_batch)
-        )
-        self._serial = itertools.count()
-        # slot -> (namespace, tokens up to it, who wrote it); present while it is allocated
-        self.base = Shadow(self.allocator)
-        self.lr = Shadow(self.runtime.lr_pool)
-
-    # -- a request's life ----------------------------------------------------------
-
-    def start(
-        self,
-        role: str | None,
-        tokens: Sequence[int],
-        extra_key: str | None = None,
-        salt: str | None = None,
-    ) -> Req:
-        """Admit a request: match and lock."""
-        req = Req(
-            f"request-{next(self._serial)}",
-            "",
-            array("q", tokens),
-            SamplingParams(max_new_tokens=CONTEXT),
-            vocab_size=VOCAB,
-            cache_salt=salt,
-        )
-        req.precache = self.runtime.new_state(role)
-        req.extra_key = self.runtime.namespace(req.precache, extra_key)
-        self.admit(req)
-        return req
-
-    def admit(self, req: Req) -> None:
-        req.init_next_round_input(self.tree)
-        req.lock = self.tree.lock(req.last_node)
-
-    def extend(self, req: Req, to: int | None = None) -> None:
-        """One prefill step, up to position `to` or to the prompt's end, and its checkpoint."""
-        req.extend_end = len(req.full_untruncated_fill_ids) if to is None else to
-        batch = SimpleNamespace(reqs=[req])
-        self._allocate(batch)
-        if req not in self.running:
-            self.running.append(req)
-        self._forward(batch, [(req, req.prefix_len, req.extend_end)])
-        checkpoint_kv_cache(req, self.tree)
-
-    def decode(self, req: Req, token: int) -> None:
-        """Feed `token`, which the step before has sampled."""
-        req.output_ids.append(token)
-        position = req.kv.kv_committed_len
-        self.rows.req_to_token[req.kv.req_pool_idx, position] = self._take_base(1).to(torch.int32)
-        req.kv.kv_committed_len += 1
-        req.kv.kv_allocated_len += 1
-        batch = SimpleNamespace(reqs=[req])
-        self.runtime.after_decode(batch)
-        self._forward(batch, [(req, position, position + 1)])
-
-    def finish(self, req: Req, last: int = 999) -> None:
-        """End a request; `last` is the sampled token that has no KV."""
-        req.output_ids.append(last)
-        req.finished_reason = FINISH_LENGTH(length=0)
-        release_kv_cache(req, self.tree, checkpoint=True)
-        self.running.remove(req)
-
-    def abort(self, req: Req) -> None:
-        release_kv_cache(req, self.tree, checkpoint=False)
-        if req in self.running:
-            self.running.remove(req)
-
-    def retract(self, req: Req) -> None:
-        self.abort(req)
-        req.reset_for_retract()
-
-    def turn(
-        self,
-        role: str | None,
-        tokens: Sequence[int],
-        answer: Sequence[int] = (),
-        **kwargs: Any,
-    ) -> Req:
-        """A whole request, from admission to its end."""
-        req = self.start(role, tokens, **kwargs)
-        self.extend(req)
-        for token in answer:
-            self.decode(req, token)
-        self.finish(req)
-        return req
-
-    def neutral_step(self) -> None:
-        batch = self.runtime.neutral._build(self.runtime.backlog.jobs[0])
-        if batch is not None:
-            assert self.runtime.neutral.finish(batch)
-
-    def drain(self) -> None:
-        while self.runtime.backlog.jobs:
-            self.neutral_step()
-
-    def unload(self, role: str) -> None:
-        del self.manager.loras[role], self.manager.lora_refs[role]
-        self.runtime.sync_adapters()
-
-    def load(self, role: str) -> None:
-        self.manager.loras[role] = self.loras[role]
-        self.manager.lora_refs[role] = SimpleNamespace(lora_name=role)
-        self.runtime.sync_adapters()
-
-    # -- what SGLang does in between -----------------------------------------------
-
-    def _take_base(self, num_slots: int) -> torch.Tensor:
-        evict_from_tree_cache(self.tree, num_slots)
-        slots = self.allocator.alloc(num_slots)
-        assert slots is not None, "the test needs a larger pool"
-        return slots
-
-    def _allocate(self, batch: Any) -> None:
-        (req,) = batch.reqs
-        self.runtime.before_extend(batch)
-        with self.runtime.extend_layout(batch):
-            fresh = not req.kv.holds_kv
-            self.rows.alloc([req])
-            table = self.rows.req_to_token[req.kv.req_pool_idx]
-            if fresh:
-                prefix = self.tree.prefix_device_indices(req)
-                table[: req.prefix_len] = prefix.to(torch.int32)
-            slots = self.runtime.base_slots(self._take_base, req.extend_len)
-            table[req.prefix_len : req.extend_end] = slots.to(torch.int32)
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
-        self.runtime.after_extend(batch)
-
-    def _neutral_batch(self, reqs: list[Req], *_: Any) -> Any:
-        batch = SimpleNamespace(reqs=reqs)
-
-        def prepare_for_extend() -> None:
-            self._allocate(batch)
-            self._forward(batch, [(reqs[0], reqs[0].prefix_len, reqs[0].extend_end)])
-
-        batch.prepare_for_extend = prepare_for_extend
-        return batch
-
-    def _forward(self, batch: Any, spans: list[tuple[Req, int, int]]) -> None:
-        write_slots = batch.precache_write_slots
-        column = 0
-        for req, start, end in spans:
-            state = state_of(req)
-            row = self.rows.req_to_token[req.kv.req_pool_idx].tolist()
-            for position in range(start, end):
-                if position >= state.base_len:
-                    self.base.write(row[position], self.token(req, position, self.feeder(req)))
-                if write_slots is not None:
-                    for key, block in self.runtime.roles.blocks.items():
-                        slot = int(write_slots[block, column])
-                        if slot:
-                            self.lr.write(slot, self.token(req, position, key))
-                column += 1
-            self.check_reads(req, end)
-
-    def feeder(self, req: Req) -> str:
-        state = state_of(req)
-        return NEUTRAL if state.is_neutral and self.runtime.method.neutral_base else state.feeder
-
-    @staticmethod
-    def token(req: Req, position: int, writer: str) -> tuple[Any, ...]:
-        tokens = tuple(req.origin_input_ids) + tuple(req.output_ids)
-        return (req.extra_key, req.cache_salt), tokens[: position + 1], writer
-
-    # -- checks --------------------------------------------------------------------
-
-    def check_reads(self, req: Req, end: int) -> None:
-        """Every row that the request attends to is of its own context."""
-        state = state_of(req)
-        base = self.rows.req_to_token[req.kv.req_pool_idx].tolist()
-        own = self.runtime.req_to_lr[req.kv.req_pool_idx].tolist()
-        for position in range(end):
-            space, tokens, writer = self.base.read(base[position])
-            assert (space, tokens) == self.token(req, position, "")[:2]
-            if position >= state.base_len:
-                assert writer in (self.feeder(req), NEUTRAL)
-            elif self.runtime.method.neutral_base:
-                assert writer == NEUTRAL
-            if state.own_key is not None:
-                assert self.lr.read(own[position]) == self.token(req, position, state.own_key)
-
-    def check_tree(self) -> None:
-        """Every published row is of the node's own tokens, from the right pass."""
-
-        def visit(node: Any, before: tuple[int, ...]) -> None:
-            for child in node.children.values():
-                tokens = before + tuple(child.key.token_ids)
-                space = (child.key.extra_key, child.key.cache_salt)
-                writer = NEUTRAL if self.runtime.method.neutral_base else child.feeder
-                for index, slot in enumerate(child.value.tolist()):
-                    expected = (space, tokens[: len(before) + index + 1], writer)
-                    assert self.base.read(slot) == expected
-                for key, slots in child.slices.items():
-                    for index, slot in enumerate(slots.tolist()):
-                        expected = (space, tokens[: len(before) + index + 1], key)
-                        assert self.lr.read(slot) == expected
-                visit(child, tokens)
-
-        visit(self.tree.root_node, ())
-
-    def check(self) -> None:
-        """Nothing is lost, nothing owned twice, every row where it belongs."""
-        assert self.tree.check_integrity() == []
-        owned = sum(
-            max(0, req.kv.kv_allocated_len - req.kv.cache_protected_len) for req in self.running
-        )
-        assert (
-            self.allocator.available_size()
-            + self.tree.evictable_size()
-            + self.tree.protected_size()
-            + owned
-            == self.allocator.size
-        )
-        self.check_tree()
-        for req in self.running:
-            self.check_reads(req, req.kv.kv_committed_len)
-        for job in self.runtime.backlog.jobs:
-            assert job.base_slots.numel() == job.end - job.done
-
-    def check_idle(self) -> None:
-        """At rest every slot is free, evictable, or held for a neutral pass."""
-        assert self.running == []
-        self.check()
-        if not self.runtime.backlog.jobs:
-            assert self.tree.protected_size() == 0
-        assert self.tree.lr_pinned_size == 0
-        assert all(not node.pins for node in self.tree.nodes())
-        assert self.rows.available_size() == self.rows.size
-
-    # -- looking around --------------------------------------------------------------
-
-    def key_of(self, role: str) -> str:
-        key = self.runtime.roles.adapters[role].rows_key
-        assert key is not None
-        return key
-
-    def path(self, tokens: Sequence[int], role: str | None = None) -> list[Any]:
-        """Nodes over `tokens` in the namespace of `role`; splits where they end."""
-        space = self.runtime.namespace(self.runtime.new_state(role), None)
-        return self.tree.walk(RadixKey(array("q", tokens), space))
-
-    def covered(self, tokens: Sequence[int], role: str) -> list[tuple[int, bool]]:
-        """(length, has a slice of `role`) of the nodes over `tokens`."""
-        key = self.key_of(role)
-        return [(len(node.key), key in node.slices) for node in self.path(tokens, role)]
-
-
-class Shadow:
-    """What each allocated slot of a pool holds. Refuses to free what is not allocated."""
-
-    def __init__(self, pool: Any) -> None:
-        self.content: dict[int, Any] = {}
-        if pool is None:
-            return
-        alloc, free, clear = pool.alloc, pool.free, pool.clear
-
-        def tracked_alloc(num_slots: int) -> torch.Tensor | None:
-            slots = alloc(num_slots)
-            if slots is not None:
-                self.content.update(dict.fromkeys(slots.tolist()))
-            return slots
-
-        def tracked_free(slots: torch.Tensor) -> None:
-            for slot in slots.tolist():
-                assert slot in self.content, f"slot {slot} is freed twice"
-                del self.content[slot]
-            free(slots)
-
-        def tracked_clear() -> None:
-            self.content.clear()
-            clear()
-
-        pool.alloc, pool.free, pool.clear = tracked_alloc, tracked_free, tracked_clear
-
-    def write(self, slot: int, what: Any) -> None:
-        assert slot in self.content, f"slot {slot} is written without an owner"
-        self.content[slot] = what
-
-    def read(self, slot: int) -> Any:
-        assert slot in self.content, f"slot {slot} is read without an owner"
-        return self.content[slot]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    return lambda *args, **kwargs: Engine(monkeypatch, *args, **kwargs)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXT = list(range(100, 120))  # twenty tokens of some context
 
@@ -470,7 +87,7 @@ def test_own_rows_end_at_the_first_gap_while_base_goes_on(make: Callable[..., En
     for end in (5, 10, 15):
         engine.turn("plan", TEXT[:end])
     middle = engine.path(TEXT[:15])[1]
-    engine.tree._drop_slice(middle, engine.key_of("action"))
+    engine.tree.drop_slice(middle, engine.key_of("action"))
     req = engine.start("action", TEXT[:20])
     state = state_of(req)
     assert (state.lr_len, state.base_len, req.prefix_len) == (5, 15, 5)
@@ -902,7 +519,7 @@ def test_an_adapter_loaded_again_finds_no_rows_in_the_wrong_place(
         engine.decode(other, token)
     engine.finish(other)
     node = engine.path([*TEXT[:10], 7, 8, 9, 10])[-1]
-    engine.tree._drop_slice(node, engine.key_of("action"))
+    engine.tree.drop_slice(node, engine.key_of("action"))
     engine.finish(writer)
     engine.check_idle()
     assert engine.runtime.stats.dropped_rows == 2
@@ -1036,7 +653,7 @@ def test_a_turn_that_replays_gives_its_rows_to_the_tree(make: Callable[..., Engi
     engine.turn("plan", TEXT[:10])
     engine.drain()
     (node,) = engine.path(TEXT[:10])
-    engine.tree._drop_slice(node, engine.key_of("action"))
+    engine.tree.drop_slice(node, engine.key_of("action"))
     engine.turn("action", TEXT[:15])
     assert engine.covered(TEXT[:10], "action") == [(10, True)]
     rows = one_job(engine).rows
@@ -1178,6 +795,223 @@ def test_a_job_blocks_requests_that_extend_its_tokens(make: Callable[..., Engine
     assert not blocked(TEXT[:5]), "these are published"
 
 
+# -- beside running turns ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["db", "auto"])
+def test_a_pass_beside_the_turn_leaves_nothing_owed(
+    make: Callable[..., Engine], schedule: str
+) -> None:
+    engine = make("rebaseshared", schedule=schedule)
+    engine.turn("plan", TEXT[:8], answer=TEXT[8:12])
+    assert engine.runtime.backlog.jobs == deque()
+    for role in ROLES:
+        assert all(covered for _, covered in engine.covered(TEXT[:12], role))
+    assert sum(length for length, _ in engine.covered(TEXT[:12], "plan")) == 12
+    assert engine.runtime.stats.neutral_beside == 12
+    engine.check_idle()
+
+
+def test_a_pass_in_lockstep_is_as_far_as_its_turn(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseshared", schedule="db")
+    req = engine.start("plan", TEXT[:9])
+    for end in (4, 8, 9):
+        engine.extend(req, to=end)
+        assert state_of(req).shadow.done == end
+    engine.decode(req, 7)
+    assert state_of(req).shadow.done == 10
+    engine.finish(req)
+    engine.check_idle()
+
+
+def test_what_does_not_fit_beside_the_turn_is_owed_after_it(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared", schedule="auto", base_slots=16)
+    engine.turn("plan", TEXT[:12], answer=TEXT[12:13])  # four slots for its neutral pass
+    (job,) = engine.runtime.backlog.jobs
+    engine.check()
+    assert (job.start, job.done, job.end) == (0, 4, 13) or job.done < 13
+    engine.drain()
+    assert all(covered for _, covered in engine.covered(TEXT[:13], "action"))
+    engine.check_idle()
+
+
+def test_a_user_gets_the_slots_that_a_pass_beside_a_turn_holds(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared", schedule="db", base_slots=24)
+    first = engine.start("plan", TEXT[:9])
+    engine.extend(first)
+    assert state_of(first).shadow.num_slots == 9
+    second = engine.start("action", [1, 2, 3, 4, 5, 6, 7, 8])
+    engine.extend(second)  # of six free slots
+    assert state_of(first).shadow is None or state_of(first).shadow.num_slots == 0
+    engine.check()
+    engine.finish(first)
+    engine.finish(second)
+    engine.drain()
+    engine.check_idle()
+
+
+def test_turns_over_the_same_new_tokens_have_one_pass_beside_them(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared", schedule="db")
+    first, second = engine.start("plan", TEXT[:9]), engine.start("action", TEXT[:9])
+    engine.extend(first)
+    engine.extend(second)
+    assert state_of(first).shadow.done == 9
+    assert state_of(second).shadow.done == 0
+    engine.finish(first)
+    engine.decode(second, 7)
+    assert (state_of(second).shadow.first, state_of(second).shadow.done) == (9, 10)
+    engine.finish(second)
+    assert engine.runtime.stats.neutral == 10
+    assert engine.runtime.backlog.jobs == deque()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("end", ["abort", "retract"])
+def test_a_turn_that_is_given_up_takes_its_pass_with_it(
+    make: Callable[..., Engine], end: str
+) -> None:
+    engine = make("rebaseshared", schedule="db")
+    req = engine.start("plan", TEXT[:9])
+    engine.extend(req)
+    getattr(engine, end)(req)
+    assert engine.runtime.shadows == []
+    assert engine.allocator.available_size() == engine.allocator.size
+    engine.check_idle()
+
+
+def test_the_backlog_rides_beside_the_steps_of_others(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseshared", schedule="auto", base_slots=40)
+    engine.runtime.schedule = SCHEDULES["lp"]
+    engine.turn("plan", TEXT[:12])
+    engine.runtime.schedule = SCHEDULES["auto"]
+    assert engine.runtime.backlog.tokens() == 12
+    engine.turn("action", [1, 2, 3], extra_key="else")
+    assert engine.runtime.backlog.tokens() < 12
+    engine.drain()
+    engine.check_idle()
+
+
+# -- provisional ---------------------------------------------------------------------------
+
+
+def provisional(make: Callable[..., Engine], **kwargs: Any) -> Engine:
+    """An engine in which plan's turn over ``TEXT[:12]`` was published provisionally."""
+    engine = make("rebaseshared", max_neutral_wait_ms=0, **kwargs)
+    engine.turn("plan", TEXT[:10], answer=TEXT[10:12])
+    engine.runtime.backlog.publish_provisionally(one_job(engine))
+    assert not engine.runtime.backlog.jobs
+    return engine
+
+
+def test_a_provisional_turn_has_the_rows_of_the_whole_team(make: Callable[..., Engine]) -> None:
+    engine = provisional(make)
+    for role in ROLES:
+        assert engine.covered(TEXT[:12], role) == [(12, True)]
+    (node,) = engine.path(TEXT[:12])
+    assert node.provisional
+    req = engine.start("action", TEXT[:15])
+    assert (state_of(req).base_len, req.prefix_len) == (12, 12)
+    engine.extend(req)
+    engine.finish(req)
+    engine.check()
+
+
+def test_rebasing_is_in_place_and_waits_for_readers(make: Callable[..., Engine]) -> None:
+    engine = provisional(make)
+    (node,) = engine.path(TEXT[:12])
+    slots, own = node.value.clone(), node.slices[engine.key_of("plan")].clone()
+    req = engine.start("action", TEXT[:15])
+    engine.extend(req)
+    assert not engine.neutral_step(), "somebody reads it"
+    engine.finish(req)
+    engine.drain()
+    (node, after) = engine.path(TEXT[:15])
+    assert not node.provisional and not after.provisional
+    assert node.value.equal(slots)
+    assert node.slices[engine.key_of("plan")].equal(own), "the active rows stay"
+    assert all(engine.covered(TEXT[:12], role) == [(12, True)] for role in ROLES)
+    assert engine.runtime.backlog.rebases == deque()
+    engine.check_idle()
+
+
+def test_what_follows_a_provisional_turn_is_owed_after_it(make: Callable[..., Engine]) -> None:
+    engine = provisional(make)
+    engine.turn("action", TEXT[:16])
+    job = one_job(engine)
+    assert (job.start, job.end) == (12, 16)
+    assert not engine.runtime.backlog.runnable(job)
+    assert engine.neutral_step()  # the rebase: the job's own lock is no reader
+    assert engine.runtime.backlog.runnable(job)
+    engine.drain()
+    engine.check_idle()
+
+
+def test_an_adapter_free_turn_over_provisional_base_is_provisional(
+    make: Callable[..., Engine],
+) -> None:
+    engine = provisional(make)
+    engine.turn(None, TEXT[:16])
+    assert [node.provisional for node in engine.path(TEXT[:16])] == [True, True]
+    engine.drain()
+    assert [node.provisional for node in engine.path(TEXT[:16])] == [False, False]
+    engine.check_idle()
+
+
+def test_a_long_turn_is_rebased_piece_by_piece(make: Callable[..., Engine]) -> None:
+    engine = provisional(make, piece=5)
+    assert engine.neutral_step()
+    assert [(len(n.key), n.provisional) for n in engine.path(TEXT[:12])] == [(5, False), (7, True)]
+    engine.check()
+    engine.drain()
+    assert not any(node.provisional for node in engine.path(TEXT[:12]))
+    engine.check_idle()
+
+
+def test_evicted_provisional_nodes_are_no_longer_to_be_rebased(
+    make: Callable[..., Engine],
+) -> None:
+    engine = provisional(make)
+    engine.tree.evict(EvictParams(num_tokens=100))
+    engine.drain()
+    assert engine.runtime.backlog.rebases == deque()
+    assert engine.allocator.available_size() == engine.allocator.size
+    engine.check_idle()
+
+
+def test_a_half_done_job_keeps_its_neutral_part(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseshared", max_neutral_wait_ms=0, piece=5)
+    engine.turn("plan", TEXT[:12])
+    engine.neutral_step()
+    engine.runtime.backlog.publish_provisionally(one_job(engine))
+    assert [(len(n.key), n.provisional) for n in engine.path(TEXT[:12])] == [(5, False), (7, True)]
+    for role in ROLES:
+        assert engine.covered(TEXT[:12], role) == [(5, True), (7, True)]
+    engine.drain()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("wait", [-1, 0])
+def test_a_backlog_beyond_its_limit_gives_up_its_oldest_turn(
+    make: Callable[..., Engine], wait: int
+) -> None:
+    engine = make("rebaseshared", base_slots=30, max_neutral_wait_ms=wait)
+    engine.turn("plan", TEXT[:10])
+    engine.turn("action", [1, 2, 3, 4, 5, 6])
+    (job,) = engine.runtime.backlog.jobs
+    assert list(job.key.token_ids) == [1, 2, 3, 4, 5, 6]
+    stats = engine.runtime.stats
+    assert (stats.dropped_neutral, stats.provisional) == ((10, 0) if wait < 0 else (0, 10))
+    assert len(engine.path(TEXT[:10])) == (0 if wait < 0 else 1)
+    engine.drain()
+    engine.check_idle()
+
+
 # -- flush and integrity -----------------------------------------------------------------
 
 
@@ -1268,6 +1102,7 @@ class Operations:
         "abort": 1,
         "retract": 1,
         "neutral": 4,
+        "lose_patience": 2,
         "evict": 1,
         "evict_rows": 1,
         "swap": 1,
@@ -1374,8 +1209,13 @@ class Operations:
             self.retracted.append(req)
 
     def neutral(self) -> None:
-        if self.engine.runtime.backlog.jobs:
-            self.engine.neutral_step()
+        self.engine.neutral_step()
+
+    def lose_patience(self) -> None:
+        """Somebody cannot wait for a neutral pass."""
+        backlog = self.engine.runtime.backlog
+        if backlog.jobs and self.engine.runtime.may_publish_provisionally:
+            backlog.publish_provisionally(self.random.choice(backlog.jobs))
 
     def evict(self) -> None:
         self.engine.tree.evict(EvictParams(num_tokens=self.random.randrange(1, 5)))
@@ -1401,11 +1241,31 @@ class Operations:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("method", ["baseshared", "baselrshared", "prelrshared", "rebaseshared"])
+@pytest.mark.parametrize(
+    ("method", "schedule", "wait"),
+    [
+        ("baseshared", "lp", -1),
+        ("baselrshared", "lp", -1),
+        ("prelrshared", "lp", -1),
+        ("rebaseshared", "lp", -1),
+        ("rebaseshared", "db", -1),
+        ("rebaseshared", "auto", -1),
+        ("rebaseshared", "lp", 0),
+        ("rebaseshared", "db", 0),
+        ("rebaseshared", "auto", 0),
+    ],
+)
 def test_no_slot_is_lost_or_shared_whatever_happens(
-    make: Callable[..., Engine], method: str, seed: int
+    make: Callable[..., Engine], method: str, schedule: str, wait: int, seed: int
 ) -> None:
-    engine = make(method, base_slots=90, lr_slots=120, piece=6)
+    engine = make(
+        method,
+        base_slots=90,
+        lr_slots=120,
+        piece=6,
+        schedule=schedule,
+        max_neutral_wait_ms=wait,
+    )
     operations = Operations(engine, seed)
     for _ in range(400):
         operations.step()

@@ -1,0 +1,388 @@
+"""The backlog: neutral tokens owed for finished turns.
+
+When an adapted turn ends, its span becomes a `NeutralJob`: base slots of the adapted pass,
+which nobody reads any more and which the neutral pass is written in place of, and the
+rows that the active adapter wrote. A piece publishes what it covers as it ends.
+
+A job that somebody cannot wait for is published provisionally, the PreLRShared way: base KV
+of the adapted pass, rows of the whole team. A `Rebase` then stands for its neutral pass,
+which replaces both in place once nobody reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from precache_sglang.request import OwnedRows, RequestState
+from precache_sglang.shadow import Rider
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from precache_sglang.runtime import Runtime
+
+# Share of the KV pool that finished turns may hold while their neutral passes are owed.
+_LIMIT = 0.5
+
+
+@dataclass(eq=False)
+class NeutralJob:
+    """Neutral tokens owed for one finished turn.
+
+    The turn's adapted base slots stay with the job, and its pieces are computed in
+    place of them: nobody reads them any more, and the pass never waits for room. ::
+
+        [0, start)          neutral, in the tree, locked by the job
+        [start, done)       published by earlier pieces or by other jobs
+        [done, end)         owed; base slots held by the job
+
+    Attributes:
+        key: The tokens ``[0, end)`` with their namespace.
+        team: Whose LR rows the pass writes.
+        feeder: Content of the adapter whose turn it was.
+        active_key: Its slice key, left out by the pass; None if it needs no rows.
+        rows: Its rows from the adapted pass, from `start` on.
+        team_rows: Rows of the rest of the team from the adapted pass, by slice key; used
+            only if the job is published provisionally.
+        base_slots: ``[end - done]`` int64.
+        lock: Holds the published prefix.
+        created: When the turn ended, on the monotonic clock.
+    """
+
+    key: RadixKey
+    team: str
+    start: int
+    end: int
+    feeder: str
+    active_key: str | None
+    rows: OwnedRows | None
+    base_slots: torch.Tensor
+    lock: TreeLock | None
+    team_rows: dict[str, OwnedRows] = field(default_factory=dict)
+    done: int = field(init=False)
+    created: float = field(init=False, default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.done = self.start
+
+    def blocks(self, req: Req, tokens: array[int]) -> bool:
+        """Whether `req` extends tokens that this job has not published yet."""
+        if req.extra_key != self.key.extra_key or req.cache_salt != self.key.cache_salt:
+            return False
+        request_key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        return self.key.match(request_key) > self.done
+
+    def take(self, count: int) -> torch.Tensor:
+        """The next `count` base slots, to be written in place."""
+        taken, self.base_slots = self.base_slots[:count], self.base_slots[count:]
+        return taken
+
+    def all_rows(self) -> list[OwnedRows]:
+        return [*([] if self.rows is None else [self.rows]), *self.team_rows.values()]
+
+
+@dataclass(eq=False)
+class Rebase:
+    """A path of the tree with provisional nodes. Holds nothing: they may be evicted.
+
+    Attributes:
+        key: Tokens down to the last provisional node.
+        team: Whose LR rows the pass writes.
+        start, slots, feeder: Of the piece in progress, a node: its first token, the tree's
+            own base slots, and the content of the adapter whose turn it was.
+    """
+
+    key: RadixKey
+    team: str
+    start: int = 0
+    slots: torch.Tensor | None = None
+    feeder: str = ""
+
+    @property
+    def active_key(self) -> str | None:
+        """Slice key of the turn's adapter, whose rows stay as they are."""
+        return self.feeder or None
+
+    def take(self, count: int) -> torch.Tensor:
+        assert self.slots is not None and self.slots.numel() == count
+        return self.slots
+
+
+class Backlog:
+    """Jobs in the order in which their turns ended, then what is to be rebased."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.jobs: deque[NeutralJob] = deque()
+        self.rebases: deque[Rebase] = deque()
+
+    def tokens(self) -> int:
+        return sum(job.end - job.done for job in self.jobs)
+
+    def held_base_slots(self) -> int:
+        return sum(job.base_slots.numel() for job in self.jobs)
+
+    def held_rows(self) -> int:
+        return sum(rows.num_slots for job in self.jobs for rows in job.all_rows())
+
+    def add_turn(self, req: Req, state: RequestState, key: RadixKey) -> None:
+        """Take over the base slots and own rows that the turn computed."""
+        start, end = state.base_len, len(key)
+        if end <= start:
+            return
+        tree = self.runtime.tree
+        row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        rows = None
+        if state.own_key is not None and state.own_key not in tree.dead_keys:
+            rows = state.rows.pop(state.own_key, None)
+        team_rows = {
+            key: state.rows.pop(key)
+            for key in list(state.rows)
+            if key != state.own_key and key not in tree.dead_keys
+        }
+        job = NeutralJob(
+            key=key,
+            team=state.team,
+            start=start,
+            end=end,
+            feeder=state.feeder,
+            active_key=state.own_key,
+            rows=rows,
+            base_slots=row[start:end].to(torch.int64),
+            lock=tree.lock(req.last_node),
+            team_rows=team_rows,
+        )
+        self.jobs.append(job)
+        # The slots are the job's now: SGLang frees what lies behind this mark.
+        req.kv.cache_protected_len = end
+        if state.shadow is not None:
+            state.shadow.hand_over(job)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Keep what finished turns hold within bounds; the newest one may stay."""
+        limit = int(_LIMIT * self.runtime.tree.token_to_kv_pool_allocator.size)
+        while len(self.jobs) > 1 and self.held_base_slots() > limit:
+            if self.runtime.may_publish_provisionally:
+                self.publish_provisionally(self.jobs[0])
+            else:
+                self.drop_oldest()
+
+    def oldest_age(self) -> float:
+        """Seconds for which the oldest job has been owed."""
+        return time.monotonic() - self.jobs[0].created if self.jobs else 0.0
+
+    def ride(self, job: NeutralJob, num_tokens: int) -> Rider:
+        """The next tokens of `job`, to ride along in a step; written in place."""
+        start = job.done
+        return self._rider(
+            job,
+            start,
+            start + num_tokens,
+            lambda rider: self.publish(job, start, rider.slots, rider.state.rows),
+        )
+
+    def ride_rebase(self, rebase: Rebase, num_tokens: int) -> Rider | None:
+        """At most `num_tokens` of what `rebase` has to do next, or None if it cannot go on."""
+        end = self.prepare(rebase, num_tokens)
+        if end is None:
+            return None
+        return self._rider(
+            rebase, rebase.start, end, lambda rider: self.rebased(rebase, end, rider.state.rows)
+        )
+
+    def _rider(
+        self,
+        job: NeutralJob | Rebase,
+        start: int,
+        end: int,
+        computed: Callable[[Rider], None],
+    ) -> Rider:
+        state = RequestState(adapter=None, team=job.team, job=job)
+        state.written = self.runtime.roles.rows_written(None, job.team, leave_out=job.active_key)
+        tree = self.runtime.tree
+        return Rider(
+            tokens=job.key.token_ids[start:end],
+            start=start,
+            prefix=tree.path_slots(tree.walk(job.key[:start])),
+            slots=job.take(end - start),
+            state=state,
+            computed=computed,
+        )
+
+    def publish(
+        self, job: NeutralJob, start: int, slots: torch.Tensor, rows: dict[str, OwnedRows]
+    ) -> None:
+        """Publish neutral base KV of `job` from `start` on; first writer wins.
+
+        Args:
+            job: Nothing before its ``done`` is unpublished.
+            start: At or after the job's start, and published up to there.
+            slots: ``[n]`` int64, the base slots of ``[start, start + n)``; taken over.
+            rows: LR rows of the rest of the team over the same tokens; taken over.
+        """
+        tree = self.runtime.tree
+        end = min(start + slots.numel(), job.end)
+        key = job.key[:end]
+        path = tree.walk(key)
+        published = sum(len(node.key) for node in path)
+        assert published >= start, "a neutral pass's prefix is locked"
+        spare = [slots[: published - start], slots[end - start :]]
+        if published < end:
+            parent = path[-1] if path else tree.root_node
+            fresh = slots[published - start : end - start]
+            path.append(tree.append_leaf(parent, key[published:], fresh, job.feeder))
+        for name, owned in rows.items():
+            tree.give_rows(path, name, owned, end)
+            self.runtime.free_rows(owned.slots())
+        rows.clear()
+        tree.token_to_kv_pool_allocator.free(torch.cat(spare))
+        self.catch_up(job)
+
+    def runnable(self, job: NeutralJob) -> bool:
+        """Whether what precedes the job is neutral: else it has to be rebased first."""
+        assert job.lock is not None
+        return self.runtime.tree.is_neutral(job.lock.node)
+
+    # -- provisional ---------------------------------------------------------
+
+    def publish_provisionally(self, job: NeutralJob) -> None:
+        """Publish the rest of `job` as its turn computed it, to be rebased later."""
+        tree = self.runtime.tree
+        path = tree.walk(job.key)
+        published = sum(len(node.key) for node in path)
+        assert published >= job.done, "a job's prefix is locked"
+        if published < job.end:
+            slots = job.take(job.base_slots.numel())
+            surplus = slots.numel() - (job.end - published)
+            tree.token_to_kv_pool_allocator.free(slots[:surplus])
+            parent = path[-1] if path else tree.root_node
+            rest = job.key[published:]
+            path.append(tree.append_leaf(parent, rest, slots[surplus:], job.feeder, True))
+            self.runtime.stats.provisional += len(rest)
+            self.rebases.append(Rebase(job.key, job.team))
+            for name, rows in job.team_rows.items():
+                self.runtime.free_rows(rows.take_until(published))
+                tree.give_rows(path, name, rows, job.end)
+        self.catch_up(job)
+
+    def prepare(self, rebase: Rebase, num_tokens: int) -> int | None:
+        """Choose the next piece of `rebase`: from its ``start`` to the position returned.
+
+        None while somebody reads its first provisional node, or if there is none left.
+        """
+        tree = self.runtime.tree
+        start = 0
+        for node in tree.walk(rebase.key):
+            if node.provisional:
+                break
+            start += len(node.key)
+        else:
+            self.rebases.remove(rebase)  # evicted, or rebased by another turn over the same
+            return None
+        if tree.readers(node):
+            return None
+        end = start + min(len(node.key), num_tokens)
+        piece = tree.walk(rebase.key[:end])[-1]  # cut off, if the node is longer
+        rebase.start, rebase.slots, rebase.feeder = start, piece.value, piece.feeder
+        return end
+
+    def rebased(self, rebase: Rebase, end: int, rows: dict[str, OwnedRows]) -> None:
+        """The piece ``[rebase.start, end)`` is computed: its base, in place, and `rows`."""
+        tree = self.runtime.tree
+        path = tree.walk(rebase.key[:end])
+        for node in path:
+            if not node.provisional:
+                continue
+            node.provisional = False
+            for key in list(node.slices):
+                if key != rebase.active_key:
+                    tree.drop_slice(node, key)
+        for key, owned in rows.items():
+            tree.give_rows(path, key, owned, end)
+            self.runtime.free_rows(owned.slots())
+        rows.clear()
+        self.runtime.stats.rebased += end - rebase.start
+        rebase.slots = None
+        if end == len(rebase.key):
+            self.rebases.remove(rebase)
+
+    # -- accounts ------------------------------------------------------------
+
+    def catch_up(self, job: NeutralJob) -> None:
+        """Account for what the tree has by now over the job's tokens."""
+        tree = self.runtime.tree
+        path = tree.walk(job.key)
+        published = sum(len(node.key) for node in path)
+        assert published >= job.done, "a job's prefix is locked"
+        if job.rows is not None and job.active_key is not None:
+            tree.give_rows(path, job.active_key, job.rows, published)
+        surplus = job.base_slots.numel() - (job.end - published)
+        if surplus > 0:
+            tree.token_to_kv_pool_allocator.free(job.base_slots[:surplus])
+            job.base_slots = job.base_slots[surplus:]
+        job.done = published
+        if path:
+            lock = tree.lock(path[-1])
+            tree.unlock(job.lock)
+            job.lock = lock
+        if job.done == job.end:
+            self._close(job)
+
+    def purge(self, key: str) -> None:
+        """An adapter was unloaded: its rows are of no use."""
+        for job in self.jobs:
+            if (rows := job.team_rows.pop(key, None)) is not None:
+                self.runtime.free_rows(rows.slots())
+            if job.active_key == key and job.rows is not None:
+                self.runtime.free_rows(job.rows.slots())
+                job.rows = None
+
+    def drop_rows(self) -> bool:
+        """Free the rows of the oldest job that holds some; their roles will replay its turn."""
+        for job in self.jobs:
+            held = job.all_rows()
+            if not any(rows.num_slots for rows in held):
+                continue
+            for rows in held:
+                self.runtime.stats.dropped_rows += rows.num_slots
+                self.runtime.free_rows(rows.slots())
+            job.rows, job.team_rows = None, {}
+            return True
+        return False
+
+    def drop_oldest(self) -> int | None:
+        """Give up the oldest job; its span stays unpublished. Base slots freed, or None."""
+        if not self.jobs:
+            return None
+        job = self.jobs[0]
+        freed = job.base_slots.numel()
+        self.runtime.stats.dropped_neutral += job.end - job.done
+        self.runtime.tree.token_to_kv_pool_allocator.free(job.base_slots)
+        self._close(job)
+        return freed
+
+    def clear(self) -> None:
+        self.rebases.clear()
+        while self.jobs:
+            self.drop_oldest()
+
+    def forget(self) -> None:
+        """The pools are being reset: nothing to free one by one."""
+        self.jobs.clear()
+        self.rebases.clear()
+
+    def _close(self, job: NeutralJob) -> None:
+        for rows in job.all_rows():
+            self.runtime.free_rows(rows.slots())
+        self.runtime.tree.unlock(job.lock)
+        self.jobs.remove(job)

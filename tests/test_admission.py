@@ -1,0 +1,110 @@
+"""Admission: KV and LR slots are promised once, and kept for who they were promised to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine import Engine
+from standins import quiet_imports
+
+with quiet_imports():
+    from precache_sglang.patches.scheduler import around_create_generation_req
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_policy import AddReqResult
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from precache_sglang.admission import PrecachePrefillAdder
+    from precache_sglang.request import state_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEXT = list(range(100, 120))
+OTHER = list(range(500, 600))
+
+
+def adder(engine: Engine, chunk: int = 1000) -> PrecachePrefillAdder:
+    running = SimpleNamespace(reqs=engine.running, batch_size=lambda: len(engine.running))
+    return PrecachePrefillAdder(1, engine.tree, engine.allocator, running, 0.0, 1000, chunk)
+
+
+def waiting(engine: Engine, role: str, tokens: list[int]) -> Req:
+    """A request that was matched and is not admitted yet."""
+    req = engine.start(role, tokens)
+    engine.tree.unlock(req.lock)
+    req.lock = None
+    req.sampling_params.max_new_tokens = 2
+    return req
+
+
+def add(to: PrecachePrefillAdder, req: Req) -> AddReqResult:
+    return to.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+
+
+def test_a_prompts_rows_are_needed_whole(make: Callable[..., Engine]) -> None:
+    engine = make("prelrshared", lr_slots=10)
+    first = adder(engine)
+    assert add(first, waiting(engine, "plan", OTHER[:8])) is AddReqResult.CONTINUE
+    assert add(first, waiting(engine, "action", TEXT[:3])) is AddReqResult.NO_TOKEN
+    assert add(first, waiting(engine, "action", TEXT[:2])) is AddReqResult.CONTINUE
+
+
+def test_a_chunked_prompt_keeps_the_rows_it_was_promised(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared", lr_slots=20)
+    chunked = waiting(engine, "plan", OTHER[:16])
+    first = adder(engine, chunk=4)
+    add(first, chunked)
+    assert first.new_chunked_req is chunked
+    engine.extend(chunked, to=4)
+    chunked.init_next_round_input()
+    then = adder(engine, chunk=64)
+    then.add_chunked_req(chunked)
+    # 16 rows are free, 12 of them promised.
+    assert add(then, waiting(engine, "action", TEXT[:5])) is AddReqResult.NO_TOKEN
+    assert add(then, waiting(engine, "action", TEXT[:4])) is AddReqResult.CONTINUE
+
+
+def test_rows_that_a_request_will_pin_are_no_room_for_others(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("baseshared", lr_slots=24)
+    engine.turn("plan", TEXT[:12])
+    to = adder(engine)
+    assert add(to, waiting(engine, "plan", TEXT[:16])) is AddReqResult.CONTINUE
+    # 12 rows are free and 12 evictable; the first request pins those and needs 4 more.
+    assert add(to, waiting(engine, "action", OTHER[:9])) is AddReqResult.NO_TOKEN
+    assert add(to, waiting(engine, "action", OTHER[:8])) is AddReqResult.CONTINUE
+
+
+def test_replayed_tokens_need_no_kv_slot(make: Callable[..., Engine]) -> None:
+    engine = make("baseshared", base_slots=20)
+    engine.turn("plan", TEXT[:14])
+    to = adder(engine)
+    req = waiting(engine, "action", TEXT[:16])
+    assert state_of(req).base_len == 14 and req.prefix_len == 0
+    assert add(to, req) is AddReqResult.CONTINUE
+
+
+def test_a_request_whose_role_was_unloaded_on_its_way_is_refused(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared")
+    engine.unload("plan")
+
+    def original(_scheduler: Any, _recv_req: Any, **kwargs: Any) -> Req:
+        return Req(
+            "late", "", TEXT[:5], SamplingParams(), lora_id=kwargs["lora_id"], vocab_size=1000
+        )
+
+    names = ("session_params", "session_id", "input_embeds", "positional_embed_overrides")
+    recv_req = SimpleNamespace(**dict.fromkeys((*names, "return_hidden_states")))
+    with get_parallel().override(tp_rank=0):
+        req = around_create_generation_req(
+            original, SimpleNamespace(), recv_req, lora_id="plan", extra_key=None
+        )
+    assert req.lora_id is None, "nothing of the adapter may be asked for"
+    assert req.to_finish is not None and "was unloaded" in req.to_finish.message
