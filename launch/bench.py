@@ -1,4 +1,7 @@
-"""``precache-sglang bench single-stream``: methods side by side over controlled traces.
+"""``precache-sglang bench``: methods side by side over controlled traces.
+
+``single-stream``, one trajectory at a time, is here; ``serving``, many at once, in
+`precache_sglang.launch.serving`.
 
 For every method one server; on it every trace `--repeats` times, the cache flushed in
 between. TTFT counts from an agent's call, which follows the neutral pass of the turn
@@ -15,7 +18,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from precache_sglang.launch.model import demo_adapters, ensure_demo_model
+from precache_sglang.launch import serving
+from precache_sglang.launch.model import ensure_demo_model, trace_adapters
 from precache_sglang.launch.process import ServerProcess
 from precache_sglang.launch.replay import Replay, replay_trace
 from precache_sglang.launch.report import median_of, plot_ttft, table, write_json
@@ -40,16 +44,25 @@ def bench(argv: Sequence[str]) -> None:
     single.add_argument("--dtype", default="bfloat16")
     single.add_argument("--out", type=Path, default=Path("bench-results"))
     single.add_argument("server_args", nargs="*", help="after --: more flags for the servers")
-    single_stream(parser.parse_args(argv))
+    many = commands.add_parser("serving", help="many trajectories at once")
+    serving.add_arguments(many)
+    args = parser.parse_args(argv)
+    if args.what == "serving":
+        serving.serving(args)
+    else:
+        single_stream(args)
 
 
 def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Run the comparison; print and save it. Returns trace -> method -> medians."""
     model = Path(args.model) if args.model else ensure_demo_model()
-    adapters = (
-        dict(item.split("=", 1) for item in args.adapters) if args.adapters else demo_adapters()
-    )
     traces = {name: load_trace(name) for name in args.traces}
+    agents = {turn.agent for trace in traces.values() for turn in trace}
+    adapters = (
+        dict(item.split("=", 1) for item in args.adapters)
+        if args.adapters
+        else trace_adapters(model, agents)
+    )
     longest = max(total_len(trace) for trace in traces.values())
     runs: dict[str, dict[str, list[Replay]]] = {name: {} for name in traces}
     results: dict[str, dict[str, dict[str, Any]]] = {}

@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -101,6 +103,55 @@ def demo_adapters(name: str = "scienceqa-qv-r8") -> dict[str, Path]:
     if name not in sets:
         raise DemoModelError(f"no adapter set {name!r}: choose one of {', '.join(sets)}")
     return {role: root / name / role for role in ("plan", "action", "reflect")}
+
+
+def trace_adapters(model: Path, agents: Collection[str]) -> dict[str, Path]:
+    """Adapters for a trace's agents: the shipped roles, else random ones of rank 8 on q and v.
+
+    Random ones are written to a folder of the cache, the same for the same name and model.
+    """
+    shipped = demo_adapters()
+    if set(agents) <= set(shipped):
+        return shipped
+    return {agent: _random_adapter(model, agent) for agent in sorted(agents)}
+
+
+def _random_adapter(model: Path, name: str) -> Path:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    folder = default_cache_dir() / "random-adapters" / f"{model.name}-{name}"
+    config = AutoConfig.from_pretrained(model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "q_proj": config.num_attention_heads * head_dim,
+        "v_proj": config.num_key_value_heads * head_dim,
+    }
+    rank, hidden = 8, config.hidden_size
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for module, size in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            a = torch.randn(rank, hidden, generator=generator) / hidden**0.5
+            b = torch.randn(size, rank, generator=generator) * 0.02
+            tensors[f"{prefix}.lora_A.weight"] = a
+            tensors[f"{prefix}.lora_B.weight"] = b
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.name,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(sizes),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+    return folder
 
 
 def is_complete(folder: Path) -> bool:

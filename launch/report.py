@@ -1,4 +1,4 @@
-"""Tables and plots of single-stream runs."""
+"""Tables and plots of measured runs."""
 
 from __future__ import annotations
 
@@ -101,6 +101,56 @@ def plot_ttft(results: dict[str, dict[str, Any]], title: str, path: Path) -> Non
     axes.set_title(title)
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def serving_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each variant and load."""
+    header = (
+        f"{'variant':<20}{'load':<14}{'TTFT p50 s':>11}{'(min-max)':>14}{'p90':>8}{'p99':>8}"
+        f"{'ITL p50 ms':>12}{'p99':>8}{'tok/s/req':>11}{'goodput/s':>11}{'shared':>8}"
+        f"{'neutral':>9}{'beside':>8}{'backlog':>9}{'drain s':>9}{'errors':>8}"
+    )
+    lines = [header, "-" * len(header)]
+    for row in rows:
+        spread = f"({row['ttft_p50_s_min']:.2f}-{row['ttft_p50_s_max']:.2f})"
+        lines.append(
+            f"{row['variant']:<20}{row['load']:<14}{row['ttft_p50_s']:>11.2f}{spread:>14}"
+            f"{row['ttft_p90_s']:>8.2f}{row['ttft_p99_s']:>8.2f}"
+            f"{row['itl_p50_s'] * 1e3:>12.0f}{row['itl_p99_s'] * 1e3:>8.0f}"
+            f"{row['throughput_per_request']:>11.2f}{row['goodput']:>11.2f}"
+            f"{row['shared_share']:>8.0%}{row['neutral_tokens']:>9.0f}{row['neutral_beside']:>8.0f}"
+            f"{row['max_backlog']:>9.0f}{row['drained_s']:>9.1f}{row['errors']:>8}"
+        )
+    return "\n".join(lines)
+
+
+def plot_serving(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """TTFT and per-request throughput over the load, one line for each variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    shown = (
+        ("ttft_p50_s", "TTFT p50 [s]", "log"),
+        ("ttft_p99_s", "TTFT p99 [s]", "log"),
+        ("throughput_per_request", "tokens/s of a request, median", "linear"),
+    )
+    for axes, (name, label, scale) in zip(panels, shown, strict=True):
+        for variant, marker in zip(variants, "osD^vP*X" * len(variants), strict=False):
+            points = {row["load"]: row[name] for row in rows if row["variant"] == variant}
+            axes.plot(loads, [points.get(load) for load in loads], marker=marker, label=variant)
+        axes.set_yscale(scale)
+        axes.set_ylabel(label)
+        axes.set_xlabel("load")
+        axes.grid(True, which="both", alpha=0.3)
+    panels[0].legend()
+    figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -1,0 +1,390 @@
+"""``precache-sglang bench serving``: many trajectories at once against a server.
+
+Open loop: trajectories start at Poisson times, so that on average `--rates` requests arrive
+each second. Closed loop: `--concurrency` clients, each of which starts its next trajectory as
+its last one ends. Within a trajectory a turn is sent when the turn before it has ended. TTFT
+counts from the sending of a request, waits for neutral passes included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+from precache_sglang.launch.model import ensure_demo_model, trace_adapters
+from precache_sglang.launch.process import ServerProcess
+from precache_sglang.launch.report import plot_serving, serving_table, write_json
+from precache_sglang.launch.traces import TraceTurn, load_trace, tokens_for, total_len
+
+from precache_sglang.methods import METHODS
+from precache_sglang.schedules import SCHEDULES
+
+DEFAULT_VARIANTS = ("prelrshared", "rebaseshared:lp", "rebaseshared:db", "rebaseshared:auto")
+_STATE_EVERY = 0.5  # seconds between two looks at the backlog
+
+
+@dataclass
+class Request:
+    """One turn as its client saw it; times in seconds on one clock."""
+
+    sent: float
+    first: float = 0.0
+    last: float = 0.0
+    gaps: list[float] = field(default_factory=list)  # between tokens after the first
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    shared: int = 0
+    error: str | None = None
+
+
+@dataclass
+class Load:
+    """What is offered: requests a second (open loop), or clients (closed loop)."""
+
+    rate: float | None = None
+    clients: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.rate:g} req/s" if self.rate is not None else f"{self.clients} clients"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", default="5.0k", help="name or CSV file")
+    parser.add_argument("--rates", nargs="+", type=float, default=[], help="requests a second")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[], help="clients")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=list(DEFAULT_VARIANTS),
+        metavar="METHOD[:SCHEDULE]",
+        help="one server each; default: %(default)s",
+    )
+    parser.add_argument("--num-trajectories", type=int, default=8, help="of each run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs whose medians are shown")
+    parser.add_argument("--ttft-limit", type=float, default=2.0, help="seconds, for goodput")
+    parser.add_argument("--max-total-tokens", type=int, help="KV pool; default: room for all")
+    parser.add_argument("--url", help="a running server, instead of starting one per variant")
+    parser.add_argument("--model", help="model folder; default: the demo model, built once")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    parser.add_argument("server_args", nargs="*", help="after --: more flags for the servers")
+
+
+def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the sweep; print and save it. Returns one row for each variant and load."""
+    trace = load_trace(args.trace)
+    loads = [Load(rate=rate) for rate in args.rates]
+    loads += [Load(clients=clients) for clients in args.concurrency]
+    if not loads:
+        raise SystemExit("bench serving: give --rates or --concurrency")
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for variant in ["running"] if args.url else args.variants:
+        with _server(args, variant, trace) as url:
+            _warm_up(url, trace)
+            for load in loads:
+                runs = []
+                for seed in range(args.seeds):
+                    runs.append(asyncio.run(_run(url, trace, load, seed, args)))
+                    print(_progress(variant, load, seed, args.seeds, runs[-1]), flush=True)
+                rows.append({"variant": variant, "load": load.name, **_medians(runs)})
+                _save(args, rows)
+    print(f"\ntrace {args.trace}, medians of {args.seeds} seeds\n{serving_table(rows)}")
+    plot_serving(rows, f"Trace {args.trace}", args.out / "serving.png")
+    print(f"\nNumbers and plot: {args.out}")
+    failed = sum(row["errors"] for row in rows)
+    if failed:
+        raise SystemExit(f"{failed} requests failed; the figures do not count")
+    return rows
+
+
+class _server:
+    """A server of one variant, or the one that runs already."""
+
+    def __init__(self, args: argparse.Namespace, variant: str, trace: list[TraceTurn]) -> None:
+        self.url = args.url
+        self.process: ServerProcess | None = None
+        if self.url is not None:
+            return
+        method, _, schedule = variant.partition(":")
+        if method not in METHODS or (schedule and schedule not in SCHEDULES):
+            raise SystemExit(
+                f"--variants {variant}: METHOD is one of {', '.join(METHODS)}, "
+                f"SCHEDULE one of {', '.join(SCHEDULES)}"
+            )
+        model = Path(args.model) if args.model else ensure_demo_model()
+        adapters = trace_adapters(model, {turn.agent for turn in trace})
+        at_once = max([args.num_trajectories, *args.concurrency])
+        tokens = args.max_total_tokens or (total_len(trace) + 256) * (at_once + 1) * 2
+        flags = ["--precache-method", method]
+        flags += ["--precache-schedule", schedule] if schedule else []
+        flags += ["--dtype", args.dtype, "--context-length", str(total_len(trace) + 256)]
+        flags += ["--max-total-tokens", str(tokens), "--max-running-requests", "32"]
+        flags += ["--max-loras-per-batch", str(len(adapters) + 1), "--log-level", "warning"]
+        env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        print(f"[{variant}] starting the server", flush=True)
+        self.process = ServerProcess(model, adapters, flags + args.server_args, env=env)
+
+    def __enter__(self) -> str:
+        if self.process is not None:
+            self.process.start()
+            return self.process.url
+        url: str = self.url
+        return url.rstrip("/")
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.stop()
+
+
+def _warm_up(url: str, trace: Sequence[TraceTurn]) -> None:
+    async def run() -> None:
+        async with _session(url) as session:
+            for role in sorted({turn.agent for turn in trace}):
+                request = await _send(session, role, list(range(100, 164)), 4, "warm-up")
+                if request.error:
+                    raise SystemExit(f"The server does not serve {role!r}: {request.error}")
+
+    asyncio.run(run())
+
+
+def _session(url: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        base_url=url,
+        timeout=aiohttp.ClientTimeout(total=None),
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=1 << 20,
+    )
+
+
+async def _run(
+    url: str, trace: Sequence[TraceTurn], load: Load, seed: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One run on an empty cache: its figures."""
+    async with _session(url) as session:
+        await _flush(session)
+        before = await _state(session)
+        watch = _Watch(session)
+        watching = asyncio.create_task(watch.run())
+        requests: list[Request] = []
+
+        async def trajectory(index: int) -> None:
+            new = tokens_for(trace, 49000, seed=1000 * seed + index)
+            context: list[int] = []
+            for turn, tokens in zip(trace, new, strict=True):
+                context += tokens
+                salt = f"{seed}-{index}"
+                request = await _send(session, turn.agent, context, turn.decode_len, salt)
+                requests.append(request)
+                if request.error:
+                    return
+
+        start = time.perf_counter()
+        await _offer(trajectory, len(trace), load, seed, args.num_trajectories)
+        end = time.perf_counter()
+        while _owes(await _state(session)):
+            await asyncio.sleep(0.05)
+        drained = time.perf_counter() - end
+        watching.cancel()
+        after = await _state(session)
+    return _figures(requests, end - start, drained, before, after, watch, args.ttft_limit)
+
+
+async def _offer(
+    trajectory: Callable[[int], Coroutine[Any, Any, None]],
+    num_turns: int,
+    load: Load,
+    seed: int,
+    num_trajectories: int,
+) -> None:
+    """Start the trajectories as `load` has it, and wait for all of them."""
+    if load.clients is not None:
+        left = iter(range(num_trajectories))
+
+        async def client() -> None:
+            for index in left:
+                await trajectory(index)
+
+        await asyncio.gather(*(client() for _ in range(load.clients)))
+        return
+    assert load.rate is not None
+    rng = random.Random(seed)
+    tasks = []
+    for index in range(num_trajectories):
+        tasks.append(asyncio.create_task(trajectory(index)))
+        await asyncio.sleep(rng.expovariate(load.rate / num_turns))
+    await asyncio.gather(*tasks)
+
+
+async def _send(
+    session: aiohttp.ClientSession, role: str, prompt: list[int], num_output: int, salt: str
+) -> Request:
+    """One streamed request; an answer that is not whole is an error. Extends `prompt`."""
+    body = {
+        "input_ids": prompt,
+        "lora_path": role,
+        "cache_salt": salt,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": num_output, "temperature": 0, "ignore_eos": True},
+    }
+    request = Request(sent=time.perf_counter())
+    last: dict[str, Any] = {}
+    try:
+        async with session.post("/generate", json=body) as response:
+            if response.status != 200:
+                request.error = f"{response.status} {(await response.text())[:300]}"
+                return request
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                now = time.perf_counter()
+                last = json.loads(line[len(b"data: ") :])
+                if not request.first:
+                    request.first = now
+                else:
+                    request.gaps.append(now - request.last)
+                request.last = now
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+        request.error = f"{type(error).__name__}: {error}"
+        return request
+    if len(last.get("output_ids", ())) != num_output:
+        request.error = f"the answer ended early: {str(last)[:300]}"
+        return request
+    meta = last["meta_info"]
+    request.prompt_tokens = meta["prompt_tokens"]
+    request.output_tokens = num_output
+    request.shared = meta.get("precache", {}).get("shared", 0)
+    prompt += last["output_ids"]
+    return request
+
+
+class _Watch:
+    """Looks at the server's state while a run goes on."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+        self.backlog = 0
+        self.provisional = 0
+
+    async def run(self) -> None:
+        while True:
+            state = await _state(self.session)
+            self.backlog = max(self.backlog, state.get("backlog_tokens", 0))
+            self.provisional = max(self.provisional, state.get("provisional_tokens", 0))
+            await asyncio.sleep(_STATE_EVERY)
+
+
+async def _state(session: aiohttp.ClientSession) -> dict[str, Any]:
+    async with session.get("/precache/state") as response:
+        state: dict[str, Any] = await response.json() if response.status == 200 else {}
+        return state
+
+
+def _owes(state: dict[str, Any]) -> bool:
+    return bool(state.get("backlog_tokens") or state.get("provisional_tokens"))
+
+
+async def _flush(session: aiohttp.ClientSession) -> None:
+    async with session.post("/flush_cache?timeout=60") as response:
+        if response.status != 200:
+            raise SystemExit(f"The cache was not flushed: {await response.text()}")
+
+
+def _figures(
+    requests: list[Request],
+    duration: float,
+    drained: float,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    watch: _Watch,
+    ttft_limit: float,
+) -> dict[str, Any]:
+    good = [request for request in requests if request.error is None]
+    ttft = [request.first - request.sent for request in good]
+    gaps = [gap for request in good for gap in request.gaps]
+    prompt = sum(request.prompt_tokens for request in good)
+
+    def total(name: str) -> int:
+        return int(after.get(f"total_{name}", 0) - before.get(f"total_{name}", 0))
+
+    return {
+        "requests": len(requests),
+        "errors": len(requests) - len(good),
+        "first_error": next((r.error for r in requests if r.error), None),
+        "duration_s": duration,
+        **{f"ttft_p{p}_s": percentile(ttft, p) for p in (50, 90, 99)},
+        **{f"itl_p{p}_s": percentile(gaps, p) for p in (50, 90, 99)},
+        # Tokens a second that one request got, from its sending to its last token.
+        "throughput_per_request": median(
+            [request.output_tokens / (request.last - request.sent) for request in good] or [0.0]
+        ),
+        "throughput": sum(request.output_tokens for request in good) / duration,
+        "goodput": sum(value <= ttft_limit for value in ttft) / duration,
+        "shared_share": sum(request.shared for request in good) / prompt if prompt else 0.0,
+        "neutral_tokens": total("neutral"),
+        "neutral_beside": total("neutral_beside"),
+        "max_backlog": watch.backlog,
+        "max_provisional": watch.provisional,
+        "drained_s": drained,
+        "peak_base_bytes": after.get("peak_base_bytes", 0),
+        "peak_lr_bytes": after.get("peak_lr_bytes", 0),
+    }
+
+
+def percentile(values: Sequence[float], p: int) -> float:
+    """The nearest-rank percentile; 0 without values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[max(0, -(-p * len(ordered) // 100) - 1)]
+
+
+def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over seeds; errors add up; TTFT also with its spread."""
+    row: dict[str, Any] = {
+        name: median(run[name] for run in runs)
+        for name, value in runs[0].items()
+        if isinstance(value, int | float)
+    }
+    row["errors"] = sum(run["errors"] for run in runs)
+    row["first_error"] = next((run["first_error"] for run in runs if run["first_error"]), None)
+    row["ttft_p50_s_min"] = min(run["ttft_p50_s"] for run in runs)
+    row["ttft_p50_s_max"] = max(run["ttft_p50_s"] for run in runs)
+    return row
+
+
+def _progress(variant: str, load: Load, seed: int, seeds: int, run: dict[str, Any]) -> str:
+    text = (
+        f"[{variant}] {load.name}, seed {seed + 1}/{seeds}: {run['requests']} requests in "
+        f"{run['duration_s']:.0f} s, TTFT p50 {run['ttft_p50_s']:.2f} s, "
+        f"p99 {run['ttft_p99_s']:.2f} s, ITL p50 {run['itl_p50_s'] * 1e3:.0f} ms"
+    )
+    return f"{text}, {run['errors']} ERRORS: {run['first_error']}" if run["errors"] else text
+
+
+def _save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    write_json(
+        args.out / "serving.json",
+        {
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} x {platform.machine()}, {args.dtype}",
+            "trace": args.trace,
+            "trajectories": args.num_trajectories,
+            "seeds": args.seeds,
+            "ttft_limit_s": args.ttft_limit,
+            "rows": rows,
+        },
+    )
