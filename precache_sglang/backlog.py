@@ -124,6 +124,7 @@ class Backlog:
         self.runtime = runtime
         self.jobs: deque[NeutralJob] = deque()
         self.rebases: deque[Rebase] = deque()
+        self.made_room = False  # slots that were held have become evictable or free
 
     def tokens(self) -> int:
         return sum(job.end - job.done for job in self.jobs)
@@ -324,6 +325,7 @@ class Backlog:
         path = tree.walk(job.key)
         published = sum(len(node.key) for node in path)
         assert published >= job.done, "a job's prefix is locked"
+        self.made_room |= published > job.done
         if job.rows is not None and job.active_key is not None:
             tree.give_rows(path, job.active_key, job.rows, published)
         surplus = job.base_slots.numel() - (job.end - published)
@@ -386,3 +388,4 @@ class Backlog:
             self.runtime.free_rows(rows.slots())
         self.runtime.tree.unlock(job.lock)
         self.jobs.remove(job)
+        self.made_room = True

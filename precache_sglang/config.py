@@ -180,5 +180,6 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="MS",
         help="How long a request may wait for the neutral pass over the context it "
-        "extends; -1 (default, the only value so far): until it is done.",
+        "extends; -1 (default): until it is done. After that it reads the turn as prelrshared "
+        "would have left it, and the neutral pass replaces that when nobody reads it.",
     )

@@ -78,7 +78,11 @@ class NeutralScheduler:
         after_neutral = last_batch is not None and last_batch is self._batch
         if after_neutral:
             last_batch = self._batch = None
+        if self.backlog.made_room:
+            # SGLang would look at its queue again only once a running request has left.
+            self.backlog.made_room = running_batch.batch_is_full = False
         if not self.backlog.jobs and not self.backlog.rebases:
+            self._under_pressure = False
             return original(scheduler, running_batch=running_batch, last_batch=last_batch)
 
         self._admit_ready_grammars()

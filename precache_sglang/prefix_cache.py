@@ -323,12 +323,11 @@ class PrecacheRadixCache(RadixCache):
 
     def _same_base(self, path: list[TreeNode], start: int, state: RequestState) -> bool:
         """Whether the base KV over the path from `start` on is what `state`'s pass computes."""
-        if self.method.neutral_base:
-            return True
+        neutral = self.method.neutral_base
         position = 0
         for node in path:
             position += len(node.key)
-            if position > start and node.feeder != state.feeder:
+            if position > start and (node.provisional if neutral else node.feeder != state.feeder):
                 return False
         return True
 

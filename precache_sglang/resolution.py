@@ -57,6 +57,13 @@ _REFUSED: list[tuple[str, str, Callable[[Any], bool], str]] = [
     ("--kv-events-config", "kv_events_config", bool, "leave it out"),
     ("--tokenizer-worker-num", "tokenizer_worker_num", lambda v: v > 1, "use 1"),
     ("--enable-mixed-chunk", "enable_mixed_chunk", bool, "leave it out"),
+    # Its sampler reads positions, which neutral tokens that ride along are part of.
+    (
+        "--enable-deterministic-inference",
+        "enable_deterministic_inference",
+        bool,
+        "leave it out",
+    ),
     ("--enable-two-batch-overlap", "enable_two_batch_overlap", bool, "leave it out"),
     ("--enable-pdmux", "enable_pdmux", bool, "leave it out"),
     ("--dllm-algorithm", "dllm_algorithm", bool, "leave it out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from precache_sglang.launch.bench import bench
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerProcess
 
@@ -159,3 +161,40 @@ def test_the_offline_engine_shares(tmp_path: Path) -> None:
     assert "COUNTS plan 0 200" in result.stdout, result.stderr[-2000:]
     assert "COUNTS action 199 0" in result.stdout
     assert "METHOD prelrshared" in result.stdout
+
+
+def test_bench_serving_replays_trajectories_against_a_running_server(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    trace = tmp_path / "two.csv"
+    trace.write_text("agent,prefill_len,decode_len\nplan,40,4\naction,10,3\nplan,5,3\n")
+    bench(
+        [
+            *("serving", "--url", server.url, "--trace", str(trace), "--out", str(tmp_path)),
+            *("--rates", "6", "--concurrency", "2", "--num-trajectories", "3", "--seeds", "2"),
+        ]
+    )
+    rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
+    assert [row["load"] for row in rows] == ["6 req/s", "2 clients"]
+    for row in rows:
+        assert (row["requests"], row["errors"]) == (9, 0)
+        assert 0 < row["ttft_p50_s"] <= row["ttft_p99_s"]
+        # Every token that a turn feeds, once; the last sampled one it never feeds.
+        assert row["neutral_tokens"] == 3 * (40 + 3 + 11 + 2 + 6 + 2)
+        assert row["shared_share"] > 0.3
+    assert (tmp_path / "serving.png").exists()
+
+
+def test_bench_serving_fails_where_requests_do(server: ServerProcess, tmp_path: Path) -> None:
+    trace = tmp_path / "long.csv"
+    trace.write_text("agent,prefill_len,decode_len\nplan,40,4\nplan,5000,3\n")
+    with pytest.raises(SystemExit, match="1 requests failed"):
+        bench(
+            [
+                *("serving", "--url", server.url, "--trace", str(trace), "--out", str(tmp_path)),
+                *("--concurrency", "1", "--num-trajectories", "1", "--seeds", "1"),
+            ]
+        )
+    trace.write_text("agent,prefill_len,decode_len\nnobody,40,4\n")
+    with pytest.raises(SystemExit, match="nobody"):
+        bench(["serving", "--url", server.url, "--trace", str(trace), "--concurrency", "1"])
