@@ -250,8 +250,8 @@ def test_provisional_turns_equal_prelrshared_and_rebased_ones_rebaseshared(
         trajectory.turn("action", new_tokens(rng, 40), 3)
         trajectory.turn("reflect", new_tokens(rng, 10), 3)
         state = server.state()
-        assert state["total_provisional"] > 0
-        if schedule == "lp":
+        if schedule == "lp":  # under auto the backlog may ride along fast enough
+            assert state["total_provisional"] > 0
             assert trajectory.difference < TOLERANCE
         # Once the engine has time, a turn in flight still reads what it began with.
         with ThreadPoolExecutor(1) as pool:
@@ -264,7 +264,7 @@ def test_provisional_turns_equal_prelrshared_and_rebased_ones_rebaseshared(
             assert difference < TOLERANCE
         state = at_rest(server)
         assert state["provisional_tokens"] == 0
-        assert state["total_rebased"] > 0
+        assert state["total_rebased"] == state["total_provisional"]
         # The first turn's tokens are now as rebaseshared has them for everybody.
         after = Trajectory(server, rebase, "one")
         rebase.turn("plan", prompt, first.output)
