@@ -20,10 +20,10 @@ from typing import Any
 
 from precache_sglang.launch import serving
 from precache_sglang.launch.model import ensure_demo_model, trace_adapters
-from precache_sglang.launch.process import ServerProcess
+from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.replay import Replay, replay_trace
 from precache_sglang.launch.report import median_of, plot_ttft, table, write_json
-from precache_sglang.launch.traces import load_trace, tokens_for, total_len
+from precache_sglang.launch.traces import VOCABULARY, load_trace, tokens_for, total_len
 
 from precache_sglang.methods import METHODS, OFF
 
@@ -74,7 +74,7 @@ def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             warm_up(server, list(adapters))
             for name, trace in traces.items():
                 for repeat in range(args.repeats):
-                    replay = replay_trace(server, trace, tokens_for(trace, 49000, seed=repeat))
+                    replay = replay_trace(server, trace, tokens_for(trace, VOCABULARY, seed=repeat))
                     runs[name].setdefault(method, []).append(replay)
                     print(
                         f"[{method}] {name} run {repeat + 1}/{args.repeats}: "
@@ -100,10 +100,6 @@ def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         plot_ttft(by_method, f"TTFT by turn, trace {name}", args.out / f"ttft_{name}.png")
     print(f"\nNumbers and plots: {args.out}")
     return results
-
-
-# Traces run past the demo model's trained context; speed does not depend on what it says.
-LONG_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
 def server_flags(method: str, longest: int, num_adapters: int, dtype: str) -> list[str]:

@@ -20,9 +20,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from precache_sglang.launch.bench import LONG_CONTEXT, server_flags, warm_up
+from precache_sglang.launch.bench import server_flags, warm_up
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
-from precache_sglang.launch.process import ServerProcess
+from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.replay import Replay, replay_text, replay_trace
 from precache_sglang.launch.report import median_of, plot_ttft, table, write_json
 from precache_sglang.launch.traces import load_trace, tokens_for, total_len

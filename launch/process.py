@@ -20,6 +20,9 @@ from typing import IO, Any
 # Set for a server that must not outlive the process that started it.
 DIE_WITH_PARENT = "PRECACHE_DIE_WITH_PARENT"
 
+# Traces run past the demo model's trained context; speed does not depend on what it says.
+LONG_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
 # Never through a proxy: every address is this machine's.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

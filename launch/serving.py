@@ -24,9 +24,9 @@ from typing import Any
 
 import aiohttp
 from precache_sglang.launch.model import ensure_demo_model, trace_adapters
-from precache_sglang.launch.process import ServerProcess
+from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.report import plot_serving, serving_table, write_json
-from precache_sglang.launch.traces import TraceTurn, load_trace, tokens_for, total_len
+from precache_sglang.launch.traces import VOCABULARY, TraceTurn, load_trace, tokens_for, total_len
 
 from precache_sglang.methods import METHODS
 from precache_sglang.schedules import SCHEDULES
@@ -93,7 +93,7 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for variant in ["running"] if args.url else args.variants:
-        with _server(args, variant, trace) as url:
+        with _Server(args, variant, trace) as url:
             _warm_up(url, trace)
             for load in loads:
                 runs = []
@@ -111,7 +111,7 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-class _server:
+class _Server:
     """A server of one variant, or the one that runs already."""
 
     def __init__(self, args: argparse.Namespace, variant: str, trace: list[TraceTurn]) -> None:
@@ -134,9 +134,8 @@ class _server:
         flags += ["--dtype", args.dtype, "--context-length", str(total_len(trace) + 256)]
         flags += ["--max-total-tokens", str(tokens), "--max-running-requests", "32"]
         flags += ["--max-loras-per-batch", str(len(adapters) + 1), "--log-level", "warning"]
-        env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         print(f"[{variant}] starting the server", flush=True)
-        self.process = ServerProcess(model, adapters, flags + args.server_args, env=env)
+        self.process = ServerProcess(model, adapters, flags + args.server_args, env=LONG_CONTEXT)
 
     def __enter__(self) -> str:
         if self.process is not None:
@@ -182,7 +181,7 @@ async def _run(
         requests: list[Request] = []
 
         async def trajectory(index: int) -> None:
-            new = tokens_for(trace, 49000, seed=1000 * seed + index)
+            new = tokens_for(trace, VOCABULARY, seed=1000 * seed + index)
             context: list[int] = []
             for turn, tokens in zip(trace, new, strict=True):
                 context += tokens

@@ -17,6 +17,8 @@ from pathlib import Path
 HEADER = ["agent", "prefill_len", "decode_len"]
 # Tokenizers keep their control tokens at the low ids (SmolLM2: 0 to 16) or at the very end.
 FIRST_PLAIN_ID = 20
+# Ids below it are plain tokens of SmolLM2 and of most larger vocabularies.
+VOCABULARY = 49000
 
 
 class TraceError(ValueError):

@@ -3,7 +3,7 @@
 Why: the forward must know where to store the LR rows of its tokens, and neutral tokens ride
 along in it.
 How: note the slots that allocation left on the schedule batch (they cannot travel on the
-forward batch: the eager runner copies it field by field), and append the riders' tokens
+forward batch: the eager runner copies it field by field), and append those tokens
 behind the users'.
 Gone when: forward batches carry a plugin's tensors.
 """

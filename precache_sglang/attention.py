@@ -36,7 +36,7 @@ SUPPORTED_ARCHITECTURES = (
 
 @dataclass
 class _Span:
-    """One request of the batch, or one rider behind them.
+    """One request of the batch, or one span behind them.
 
     Attributes:
         start, num_new: Its query rows.
@@ -90,10 +90,10 @@ class PrecacheAttnBackend(AttentionBackend):
             slots = self.req_to_token[row, :num_tokens].to(torch.int64)
             self.spans.append(_Span(start, num_new, _as_run(slots), lr_slots, adapter, num_tokens))
             start += num_new
-        for rider in runtime.riders:
-            slots = torch.cat((rider.prefix, rider.slots))
-            num_new = len(rider.tokens)
-            self.spans.append(_Span(start, num_new, _as_run(slots), None, None, rider.end))
+        for span in runtime.neutral_spans:
+            slots = torch.cat((span.prefix, span.slots))
+            num_new = len(span.tokens)
+            self.spans.append(_Span(start, num_new, _as_run(slots), None, None, span.end))
             start += num_new
 
     def forward_extend(
@@ -195,7 +195,7 @@ def _prepare_model(model: torch.nn.Module, runtime: Runtime) -> dict[int, Any]:
                 lambda _module, args, layer_id=layer_id: runtime.store_rows(layer_id, args[0])
             )
     model.logits_processor.register_forward_pre_hook(
-        lambda _module, args: _without_riders(runtime, *args)
+        lambda _module, args: _users_only(runtime, *args)
     )
     if len(rotary) != runtime.num_layers:
         raise UnsupportedError(
@@ -204,11 +204,11 @@ def _prepare_model(model: torch.nn.Module, runtime: Runtime) -> dict[int, Any]:
     return rotary
 
 
-def _without_riders(
+def _users_only(
     runtime: Runtime, input_ids: torch.Tensor, hidden_states: torch.Tensor, *rest: Any
 ) -> tuple[Any, ...]:
-    """Riders end here: logits, sampling and logprobs are of users' tokens only."""
-    if runtime.riders:
+    """Neutral spans end here: logits, sampling and logprobs are of users' tokens only."""
+    if runtime.neutral_spans:
         input_ids = input_ids[: runtime.num_user_tokens]
         hidden_states = hidden_states[: runtime.num_user_tokens]
     return input_ids, hidden_states, *rest

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import TreeLock
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from precache_sglang.request import OwnedRows, RequestState
-from precache_sglang.shadow import Rider
+from precache_sglang.request import OwnedSlots, RequestState
+from precache_sglang.shadow import NeutralSpan
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -64,10 +64,10 @@ class NeutralJob:
     end: int
     feeder: str
     active_key: str | None
-    rows: OwnedRows | None
+    rows: OwnedSlots | None
     base_slots: torch.Tensor
     lock: TreeLock | None
-    team_rows: dict[str, OwnedRows] = field(default_factory=dict)
+    team_rows: dict[str, OwnedSlots] = field(default_factory=dict)
     done: int = field(init=False)
     created: float = field(init=False, default_factory=time.monotonic)
 
@@ -86,7 +86,7 @@ class NeutralJob:
         taken, self.base_slots = self.base_slots[:count], self.base_slots[count:]
         return taken
 
-    def all_rows(self) -> list[OwnedRows]:
+    def all_rows(self) -> list[OwnedSlots]:
         return [*([] if self.rows is None else [self.rows]), *self.team_rows.values()]
 
 
@@ -182,36 +182,36 @@ class Backlog:
         """Seconds for which the oldest job has been owed."""
         return time.monotonic() - self.jobs[0].created if self.jobs else 0.0
 
-    def ride(self, job: NeutralJob, num_tokens: int) -> Rider:
+    def next_span(self, job: NeutralJob, num_tokens: int) -> NeutralSpan:
         """The next tokens of `job`, to ride along in a step; written in place."""
         start = job.done
-        return self._rider(
+        return self._span(
             job,
             start,
             start + num_tokens,
-            lambda rider: self.publish(job, start, rider.slots, rider.state.rows),
+            lambda span: self.publish(job, start, span.slots, span.state.rows),
         )
 
-    def ride_rebase(self, rebase: Rebase, num_tokens: int) -> Rider | None:
+    def next_rebase_span(self, rebase: Rebase, num_tokens: int) -> NeutralSpan | None:
         """At most `num_tokens` of what `rebase` has to do next, or None if it cannot go on."""
         end = self.prepare(rebase, num_tokens)
         if end is None:
             return None
-        return self._rider(
-            rebase, rebase.start, end, lambda rider: self.rebased(rebase, end, rider.state.rows)
+        return self._span(
+            rebase, rebase.start, end, lambda span: self.rebased(rebase, end, span.state.rows)
         )
 
-    def _rider(
+    def _span(
         self,
         job: NeutralJob | Rebase,
         start: int,
         end: int,
-        computed: Callable[[Rider], None],
-    ) -> Rider:
+        computed: Callable[[NeutralSpan], None],
+    ) -> NeutralSpan:
         state = RequestState(adapter=None, team=job.team, job=job)
         state.written = self.runtime.roles.rows_written(None, job.team, leave_out=job.active_key)
         tree = self.runtime.tree
-        return Rider(
+        return NeutralSpan(
             tokens=job.key.token_ids[start:end],
             start=start,
             prefix=tree.path_slots(tree.walk(job.key[:start])),
@@ -221,7 +221,7 @@ class Backlog:
         )
 
     def publish(
-        self, job: NeutralJob, start: int, slots: torch.Tensor, rows: dict[str, OwnedRows]
+        self, job: NeutralJob, start: int, slots: torch.Tensor, rows: dict[str, OwnedSlots]
     ) -> None:
         """Publish neutral base KV of `job` from `start` on; first writer wins.
 
@@ -249,6 +249,13 @@ class Backlog:
         tree.token_to_kv_pool_allocator.free(torch.cat(spare))
         self.catch_up(job)
 
+    def _published(self, job: NeutralJob) -> tuple[list[TreeNode], int]:
+        """The path that the tree holds of the job's tokens by now, and its length."""
+        path = self.runtime.tree.walk(job.key)
+        published = sum(len(node.key) for node in path)
+        assert published >= job.done, "a job's prefix is locked"
+        return path, published
+
     def runnable(self, job: NeutralJob) -> bool:
         """Whether what precedes the job is neutral: else it has to be rebased first."""
         assert job.lock is not None
@@ -259,9 +266,7 @@ class Backlog:
     def publish_provisionally(self, job: NeutralJob) -> None:
         """Publish the rest of `job` as its turn computed it, to be rebased later."""
         tree = self.runtime.tree
-        path = tree.walk(job.key)
-        published = sum(len(node.key) for node in path)
-        assert published >= job.done, "a job's prefix is locked"
+        path, published = self._published(job)
         if published < job.end:
             slots = job.take(job.base_slots.numel())
             surplus = slots.numel() - (job.end - published)
@@ -297,7 +302,7 @@ class Backlog:
         rebase.start, rebase.slots, rebase.feeder = start, piece.value, piece.feeder
         return end
 
-    def rebased(self, rebase: Rebase, end: int, rows: dict[str, OwnedRows]) -> None:
+    def rebased(self, rebase: Rebase, end: int, rows: dict[str, OwnedSlots]) -> None:
         """The piece ``[rebase.start, end)`` is computed: its base, in place, and `rows`."""
         tree = self.runtime.tree
         path = tree.walk(rebase.key[:end])
@@ -322,9 +327,7 @@ class Backlog:
     def catch_up(self, job: NeutralJob) -> None:
         """Account for what the tree has by now over the job's tokens."""
         tree = self.runtime.tree
-        path = tree.walk(job.key)
-        published = sum(len(node.key) for node in path)
-        assert published >= job.done, "a job's prefix is locked"
+        path, published = self._published(job)
         self.made_room |= published > job.done
         if job.rows is not None and job.active_key is not None:
             tree.give_rows(path, job.active_key, job.rows, published)

@@ -20,7 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from precache_sglang.backlog import NeutralJob, Rebase
 from precache_sglang.request import RequestState, state_of
-from precache_sglang.shadow import Rider, Shadow, num_user_tokens
+from precache_sglang.shadow import NeutralSpan, Shadow, num_user_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -33,9 +33,9 @@ _PIECE_WITHOUT_CHUNKING = 4096
 # Seconds after which a job takes turns with users' steps, however many users there are.
 _MAX_AGE = 20.0
 # A step's time is a constant plus a time for each token; the constant is worth some hundred
-# tokens. Riders may lengthen a step by about a seventh.
-_FREE_RIDE = 16
-_RIDE_SHARE = 0.15
+# tokens. Neutral spans may lengthen a step by about a seventh.
+_FREE_TOKENS = 16
+_STEP_SHARE = 0.15
 
 
 class NeutralScheduler:
@@ -59,7 +59,9 @@ class NeutralScheduler:
         plan = self._next_batch(original, running_batch, last_batch)
         batch = plan.batch_to_run
         if batch is not None and batch is not self._batch:
-            self.runtime.add_riders(batch, list(self._riders(batch, plan.running_batch)))
+            self.runtime.add_neutral_spans(
+                batch, list(self._neutral_spans(batch, plan.running_batch))
+            )
         return plan
 
     def _next_batch(
@@ -120,19 +122,21 @@ class NeutralScheduler:
                 return _plan(batch, plan.running_batch)
         return plan
 
-    # -- riders --------------------------------------------------------------
+    # -- beside users' requests ------------------------------------------------
 
-    def _riders(self, batch: ScheduleBatch, running_batch: ScheduleBatch) -> Iterator[Rider]:
+    def _neutral_spans(
+        self, batch: ScheduleBatch, running_batch: ScheduleBatch
+    ) -> Iterator[NeutralSpan]:
         """Neutral tokens that join the step of `batch`, as the schedule has it."""
         schedule = self.runtime.schedule
         if schedule is None or not schedule.beside or not batch.reqs:
             return
         if schedule.lockstep:
-            yield from self._lockstep_riders(batch)
+            yield from self._lockstep_spans(batch)
         else:
-            yield from self._leftover_riders(batch, running_batch)
+            yield from self._leftover_spans(batch, running_batch)
 
-    def _lockstep_riders(self, batch: ScheduleBatch) -> Iterator[Rider]:
+    def _lockstep_spans(self, batch: ScheduleBatch) -> Iterator[NeutralSpan]:
         """The tokens that every turn of `batch` feeds in this step."""
         wanted = []
         for shadow, end in self._shadows(batch.reqs, batch):
@@ -145,11 +149,11 @@ class NeutralScheduler:
         for shadow, count in wanted:
             slots = self._take_slots(count)
             if slots is not None:  # else these tokens are owed when the turn ends
-                yield shadow.ride(count, slots)
+                yield shadow.next_span(count, slots)
 
-    def _leftover_riders(
+    def _leftover_spans(
         self, batch: ScheduleBatch, running_batch: ScheduleBatch
-    ) -> Iterator[Rider]:
+    ) -> Iterator[NeutralSpan]:
         """What fits beside the step: the backlog in order, then running turns, oldest first."""
         budget = self._leftover_tokens(batch)
         for job in list(self.backlog.jobs):
@@ -160,12 +164,12 @@ class NeutralScheduler:
                 continue
             count = min(job.end - job.done, budget)
             budget -= count
-            yield self.backlog.ride(job, count)
+            yield self.backlog.next_span(job, count)
         for rebase in list(self.backlog.rebases):
-            rider = self.backlog.ride_rebase(rebase, budget) if budget > 0 else None
-            if rider is not None:
-                budget -= len(rider.tokens)
-                yield rider
+            span = self.backlog.next_rebase_span(rebase, budget) if budget > 0 else None
+            if span is not None:
+                budget -= len(span.tokens)
+                yield span
                 break  # another one may be over the same nodes
         reqs = batch.reqs if batch is running_batch else [*running_batch.reqs, *batch.reqs]
         for shadow, end in self._shadows(reqs, batch):
@@ -176,12 +180,12 @@ class NeutralScheduler:
             if slots is None:
                 return
             budget -= count
-            yield shadow.ride(count, slots)
+            yield shadow.next_span(count, slots)
 
     def _leftover_tokens(self, batch: ScheduleBatch) -> int:
         """Neutral tokens that `batch` has room for and that do not slow its users much."""
         num_tokens = num_user_tokens(batch)
-        beside = _FREE_RIDE + int(_RIDE_SHARE * num_tokens)
+        beside = _FREE_TOKENS + int(_STEP_SHARE * num_tokens)
         return min(beside, self._piece() - num_tokens)
 
     def _shadows(self, reqs: list[Req], batch: ScheduleBatch) -> Iterator[tuple[Shadow, int]]:

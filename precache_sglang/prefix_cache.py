@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from precache_sglang.backlog import Rebase
-from precache_sglang.request import OwnedRows, PromptCounts, RequestState, state_of
+from precache_sglang.request import OwnedSlots, PromptCounts, RequestState, state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -346,7 +346,7 @@ class PrecacheRadixCache(RadixCache):
         self,
         path: list[TreeNode],
         key: str,
-        rows: OwnedRows,
+        rows: OwnedSlots,
         end: int,
         reader: Req | None = None,
     ) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class OwnedRows:
-    """LR slots that a request (or a neutral job) owns, over tokens ``[start, end)``."""
+class OwnedSlots:
+    """Slots of one pool that a pass owns, over tokens ``[start, end)``."""
 
     start: int
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -101,7 +101,7 @@ class RequestState:
     pinned: bool = False
     tabled: bool = False
     written: list[str] = field(default_factory=list)
-    rows: dict[str, OwnedRows] = field(default_factory=dict)
+    rows: dict[str, OwnedSlots] = field(default_factory=dict)
     held_since: float | None = None
     shadow: Shadow | None = None
     detached: bool = False

@@ -20,10 +20,10 @@ from precache_sglang.lr_pool import LRPool
 from precache_sglang.methods import Method, Rows
 from precache_sglang.metrics import Stats
 from precache_sglang.neutral import NeutralScheduler
-from precache_sglang.request import OwnedRows, RequestState, state_of
+from precache_sglang.request import OwnedSlots, RequestState, state_of
 from precache_sglang.roles import RoleRegistry, read_adapter, registered_names, targets_k
 from precache_sglang.schedules import SCHEDULES, Schedule
-from precache_sglang.shadow import Rider, Shadow, num_user_tokens
+from precache_sglang.shadow import NeutralSpan, Shadow, num_user_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora_manager import LoRAManager
@@ -70,7 +70,7 @@ class Runtime:
             rows of its tokens; None if it stores none.
         schedule: When neutral passes run; None where the method has none.
         shadows: Neutral passes beside running turns, oldest first.
-        riders: Neutral tokens in the step that is being prepared or run.
+        spans: Neutral tokens in the step that is being prepared or run.
     """
 
     tree: PrecacheRadixCache
@@ -87,7 +87,7 @@ class Runtime:
         self.stats = Stats()
         self.backlog = Backlog(self)
         self.shadows: list[Shadow] = []
-        self.riders: list[Rider] = []
+        self.neutral_spans: list[NeutralSpan] = []
         self.num_user_tokens = 0
         self.lora_manager = lora_manager
         self.lr_pool: LRPool | None = None
@@ -277,7 +277,7 @@ class Runtime:
     def running_states(self) -> Iterator[RequestState]:
         """States of all passes that may own LR slots: users' requests, and beside them."""
         yield from (shadow.state for shadow in self.shadows)
-        yield from (rider.state for rider in self.riders if rider.state.job is not None)
+        yield from (span.state for span in self.neutral_spans if span.state.job is not None)
         scheduler = self.scheduler
         if scheduler is None:
             return
@@ -462,19 +462,19 @@ class Runtime:
             [(state_of(req), req.kv.req_pool_idx, start, end) for req, start, end in spans]
         )
 
-    def add_riders(self, batch: ScheduleBatch, riders: list[Rider]) -> None:
+    def add_neutral_spans(self, batch: ScheduleBatch, spans: list[NeutralSpan]) -> None:
         """Let neutral tokens ride along in the forward of `batch`, behind its own tokens."""
-        batch.precache_riders = riders
-        if not riders:
+        batch.precache_neutral_spans = spans
+        if not spans:
             return
         self._note_peaks()
         mine = batch.precache_write_slots
-        theirs = self._allot([(rider.state, None, rider.start, rider.end) for rider in riders])
+        theirs = self._allot([(span.state, None, span.start, span.end) for span in spans])
         if mine is None and theirs is None:
             return
         parts = (
             (mine, num_user_tokens(batch)),
-            (theirs, sum(len(rider.tokens) for rider in riders)),
+            (theirs, sum(len(span.tokens) for span in spans)),
         )
         batch.precache_write_slots = torch.cat(
             [self._no_write_slots(count) if part is None else part for part, count in parts], dim=1
@@ -543,7 +543,7 @@ class Runtime:
         write_slots[block, span.column : span.column + slots.numel()] = slots
         rows = span.state.rows
         if span.key not in rows:
-            rows[span.key] = OwnedRows(span.first)
+            rows[span.key] = OwnedSlots(span.first)
         rows[span.key].append(slots)
 
     def _note_peaks(self) -> None:
@@ -564,20 +564,20 @@ class Runtime:
         self.lr_pool.write(layer, self.write_slots, x @ self.roles.stack[layer].T)
 
     def begin_forward(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> None:
-        """Note what the forward of `batch` stores, and append its riders' tokens."""
+        """Note what the forward of `batch` stores, and append its neutral tokens."""
         self.write_slots = getattr(batch, "precache_write_slots", None)
         self._stored_layers = 0
-        self.riders = getattr(batch, "precache_riders", [])
+        self.neutral_spans = getattr(batch, "precache_neutral_spans", [])
         self.num_user_tokens = 0
-        if not self.riders:
+        if not self.neutral_spans:
             return
         self.num_user_tokens = len(forward_batch.input_ids)
-        tokens = [token for rider in self.riders for token in rider.tokens]
-        positions = [torch.arange(rider.start, rider.end) for rider in self.riders]
+        tokens = [token for span in self.neutral_spans for token in span.tokens]
+        positions = [torch.arange(span.start, span.end) for span in self.neutral_spans]
         for name, more in (
             ("input_ids", torch.tensor(tokens)),
             ("positions", torch.cat(positions)),
-            ("out_cache_loc", torch.cat([rider.slots for rider in self.riders])),
+            ("out_cache_loc", torch.cat([span.slots for span in self.neutral_spans])),
         ):
             users = getattr(forward_batch, name)
             setattr(forward_batch, name, torch.cat((users, more.to(users))))
@@ -585,12 +585,12 @@ class Runtime:
         forward_batch.global_num_token_non_padded_cpu = len(forward_batch.input_ids)
 
     def end_forward(self) -> None:
-        """Hand what the riders computed to those who sent them."""
-        riders, self.riders = self.riders, []
-        for rider in riders:
-            self.stats.neutral += len(rider.tokens)
-            self.stats.neutral_beside += len(rider.tokens)
-            rider.computed(rider)
+        """Hand what the spans computed to those who sent them."""
+        spans, self.neutral_spans = self.neutral_spans, []
+        for span in spans:
+            self.stats.neutral += len(span.tokens)
+            self.stats.neutral_beside += len(span.tokens)
+            span.computed(span)
 
     def require_rows_stored(self, batch: ScheduleBatch) -> None:
         """Check that the forward of `batch` stored the rows that were allotted to it.

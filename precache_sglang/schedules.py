@@ -18,7 +18,7 @@ class Schedule:
     Attributes:
         beside: Neutral tokens also ride along in the steps of users' requests.
         lockstep: A turn's neutral pass takes every token in the step in which the turn
-            feeds it, whatever that costs. Otherwise riders fill what the step leaves of
+            feeds it, whatever that costs. Otherwise spans fill what the step leaves of
             the token budget, and take only slots that nobody else wants.
         summary: One line for ``--help`` and the README.
     """

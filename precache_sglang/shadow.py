@@ -1,6 +1,6 @@
 """Neutral tokens that ride along in the steps of users' requests.
 
-A `Rider` is a span of neutral tokens behind the users' tokens of one forward. SGLang knows
+A `NeutralSpan` stands behind the users' tokens of one forward. SGLang knows
 nothing of it: it has no request, no row in the batch, no logits; it costs its tokens. The
 attention backend gives it its own slots to read and write, and whoever sent it (a `Shadow`
 or the backlog) takes over what it computed.
@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import TreeLock
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from precache_sglang.request import RequestState, state_of
+from precache_sglang.request import OwnedSlots, RequestState, state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Rider:
+class NeutralSpan:
     """Neutral tokens ``[start, start + n)`` of one trajectory in one forward.
 
     Attributes:
@@ -37,7 +37,7 @@ class Rider:
         prefix: ``[start]`` int64 slots of the neutral base KV before them.
         slots: ``[n]`` int64 slots that their base KV is written to.
         state: Of an adapter-free pass; collects the LR rows that the forward writes.
-        computed: Called with the rider after the forward.
+        computed: Called with the span after the forward.
     """
 
     tokens: Sequence[int]
@@ -45,7 +45,7 @@ class Rider:
     prefix: torch.Tensor
     slots: torch.Tensor
     state: RequestState
-    computed: Callable[[Rider], None]
+    computed: Callable[[NeutralSpan], None]
 
     @property
     def end(self) -> int:
@@ -79,7 +79,7 @@ class Shadow:
         self.state.written = runtime.roles.rows_written(None, state.team, leave_out=state.own_key)
         self.prefix = torch.empty(0, dtype=torch.int64, device=runtime.device)
         self.lock: TreeLock | None = None
-        self._slots: list[torch.Tensor] = []
+        self.owned = OwnedSlots(start=0)  # base slots of ``[first, done)``
         state.shadow = self
         runtime.shadows.append(self)
 
@@ -89,11 +89,11 @@ class Shadow:
 
     @property
     def num_slots(self) -> int:
-        return sum(slots.numel() for slots in self._slots)
+        return self.owned.num_slots
 
     @property
     def done(self) -> int:
-        return self.first + self.num_slots
+        return self.owned.end
 
     def tokens(self, start: int, end: int) -> array[int]:
         """Tokens ``[start, end)`` of the turn so far."""
@@ -112,7 +112,7 @@ class Shadow:
 
     def follow(self, end: int) -> None:
         """Start behind what the tree holds of ``[0, end)`` by now, if nothing is computed yet."""
-        if self._slots:
+        if self.num_slots:
             return
         tree = self.runtime.tree
         key = RadixKey(self.tokens(0, end), self.req.extra_key, cache_salt=self.req.cache_salt)
@@ -121,38 +121,38 @@ class Shadow:
             return
         path = tree.walk(key[:published]) if published else []
         self.prefix = tree.path_slots(path)
+        self.owned.start = published
         lock = tree.lock(path[-1] if path else tree.root_node)
         if self.lock is not None:
             tree.unlock(self.lock)
         self.lock = lock
 
-    def ride(self, num_tokens: int, slots: torch.Tensor) -> Rider:
+    def next_span(self, num_tokens: int, slots: torch.Tensor) -> NeutralSpan:
         start = self.done
-        return Rider(
+        return NeutralSpan(
             tokens=self.tokens(start, start + num_tokens),
             start=start,
-            prefix=torch.cat([self.prefix, *self._slots]),
+            prefix=torch.cat([self.prefix, *self.owned.parts]),
             slots=slots,
             state=self.state,
             computed=self._computed,
         )
 
-    def _computed(self, rider: Rider) -> None:
-        self._slots.append(rider.slots)
+    def _computed(self, span: NeutralSpan) -> None:
+        self.owned.append(span.slots)
 
     def hand_over(self, job: NeutralJob) -> None:
         """The turn ended as `job`: publish what is computed of it."""
-        if self._slots:
-            slots = torch.cat(self._slots)
-            self._slots = []
+        if self.num_slots:
+            slots = self.owned.take_until(self.done)
             self.runtime.backlog.publish(job, self.first, slots, self.state.rows)
         self.release()
 
     def release(self) -> None:
         """Give back what the shadow holds; the turn goes on without it, or is gone."""
-        for slots in self._slots:
-            self.runtime.tree.token_to_kv_pool_allocator.free(slots)
-        self._slots = []
+        if self.num_slots:
+            self.runtime.tree.token_to_kv_pool_allocator.free(self.owned.slots())
+        self.owned = OwnedSlots(start=self.first)
         for rows in self.state.rows.values():
             self.runtime.free_rows(rows.slots())
         self.state.rows = {}

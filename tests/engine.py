@@ -151,7 +151,7 @@ class Engine:
         if req not in self.running:
             self.running.append(req)
         self._forward(batch, [(req, req.prefix_len, req.extend_end)])
-        self._ride(batch, req.extend_len, is_extend=True)
+        self._beside(batch, req.extend_len, is_extend=True)
         checkpoint_kv_cache(req, self.tree)
 
     def decode(self, req: Req, token: int) -> None:
@@ -164,7 +164,7 @@ class Engine:
         batch = SimpleNamespace(reqs=[req])
         self.runtime.after_decode(batch)
         self._forward(batch, [(req, position, position + 1)])
-        self._ride(batch, 1, is_extend=False)
+        self._beside(batch, 1, is_extend=False)
 
     def finish(self, req: Req, last: int = 999) -> None:
         """End a request; `last` is the sampled token that has no KV."""
@@ -267,24 +267,24 @@ class Engine:
                 column += 1
             self.check_reads(req, end)
 
-    def _ride(self, batch: Any, num_tokens: int, is_extend: bool) -> None:
+    def _beside(self, batch: Any, num_tokens: int, is_extend: bool) -> None:
         """The step's neutral tokens, as the schedule has it."""
         batch.extend_num_tokens = num_tokens
         batch.forward_mode = SimpleNamespace(is_extend=lambda: is_extend)
         runtime = self.runtime
         running = SimpleNamespace(reqs=[req for req in self.running if req not in batch.reqs])
-        riders = list(runtime.neutral._riders(batch, running))
-        runtime.add_riders(batch, riders)
-        runtime.riders = riders
+        spans = list(runtime.neutral._neutral_spans(batch, running))
+        runtime.add_neutral_spans(batch, spans)
+        runtime.neutral_spans = spans
         column = num_tokens
-        for rider in riders:
-            (space, tokens) = self._rider_context(rider)
-            assert tokens[rider.start : rider.end] == tuple(rider.tokens)
-            for position, slot in enumerate(rider.prefix.tolist()):
+        for span in spans:
+            (space, tokens) = self._span_context(span)
+            assert tokens[span.start : span.end] == tuple(span.tokens)
+            for position, slot in enumerate(span.prefix.tolist()):
                 assert self.base.read(slot) == (space, tokens[: position + 1], NEUTRAL)
-            for position in range(rider.start, rider.end):
+            for position in range(span.start, span.end):
                 before = tokens[: position + 1]
-                self.base.write(int(rider.slots[position - rider.start]), (space, before, NEUTRAL))
+                self.base.write(int(span.slots[position - span.start]), (space, before, NEUTRAL))
                 if batch.precache_write_slots is not None:
                     for key, block in runtime.roles.blocks.items():
                         if lr_slot := int(batch.precache_write_slots[block, column]):
@@ -292,10 +292,10 @@ class Engine:
                 column += 1
         runtime.end_forward()
 
-    def _rider_context(self, rider: Any) -> tuple[Any, tuple[int, ...]]:
-        if (job := rider.state.job) is not None:
+    def _span_context(self, span: Any) -> tuple[Any, tuple[int, ...]]:
+        if (job := span.state.job) is not None:
             return (job.key.extra_key, job.key.cache_salt), tuple(job.key.token_ids)
-        (req,) = [s.req for s in self.runtime.shadows if s.state is rider.state]
+        (req,) = [s.req for s in self.runtime.shadows if s.state is span.state]
         return (req.extra_key, req.cache_salt), tuple(req.origin_input_ids + req.output_ids)
 
     def feeder(self, req: Req) -> str:

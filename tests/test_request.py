@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from precache_sglang.request import OwnedRows, PromptCounts, RequestState, state_of
+from precache_sglang.request import OwnedSlots, PromptCounts, RequestState, state_of
 from precache_sglang.roles import Adapter
 
 
@@ -28,13 +28,13 @@ def adapter(rows_key: str | None = "rows", content: str = "content") -> Adapter:
 
 
 def test_rows_without_slots_are_an_empty_span() -> None:
-    rows = OwnedRows(7)
+    rows = OwnedSlots(7)
     assert (rows.num_slots, rows.end) == (0, 7)
     assert rows.slots().dtype == torch.int64 and rows.slots().numel() == 0
 
 
 def test_rows_grow_by_one_slot_for_each_token() -> None:
-    rows = OwnedRows(3)
+    rows = OwnedSlots(3)
     rows.append(slots(10, 11))
     rows.append(slots(4))
     assert (rows.start, rows.end, rows.num_slots) == (3, 6, 3)
@@ -42,14 +42,14 @@ def test_rows_grow_by_one_slot_for_each_token() -> None:
 
 
 def test_taking_rows_hands_over_the_oldest_and_moves_the_start() -> None:
-    rows = OwnedRows(3, [slots(10, 11), slots(12), slots(13, 14)])
+    rows = OwnedSlots(3, [slots(10, 11), slots(12), slots(13, 14)])
     assert rows.take_until(6).tolist() == [10, 11, 12]
     assert (rows.start, rows.end) == (6, 8)
     assert rows.slots().tolist() == [13, 14]
 
 
 def test_rows_can_be_appended_after_some_were_taken() -> None:
-    rows = OwnedRows(0, [slots(1, 2, 3)])
+    rows = OwnedSlots(0, [slots(1, 2, 3)])
     rows.take_until(2)
     rows.append(slots(9))
     assert (rows.start, rows.end) == (2, 4)
@@ -57,14 +57,14 @@ def test_rows_can_be_appended_after_some_were_taken() -> None:
 
 
 def test_taking_up_to_a_position_before_the_start_takes_nothing() -> None:
-    rows = OwnedRows(5, [slots(1, 2)])
+    rows = OwnedSlots(5, [slots(1, 2)])
     assert rows.take_until(5).numel() == 0
     assert rows.take_until(2).numel() == 0
     assert (rows.start, rows.end) == (5, 7)
 
 
 def test_taking_beyond_the_end_takes_what_there_is() -> None:
-    rows = OwnedRows(5, [slots(1, 2)])
+    rows = OwnedSlots(5, [slots(1, 2)])
     assert rows.take_until(100).tolist() == [1, 2]
     assert (rows.start, rows.end, rows.num_slots) == (7, 7, 0)
 
@@ -100,7 +100,7 @@ def test_a_neutral_job_feeds_for_the_role_whose_turn_it_rebuilds() -> None:
 def test_two_requests_share_no_lists() -> None:
     first = RequestState(adapter=None, team="default")
     second = RequestState(adapter=None, team="default")
-    first.rows["rows"] = OwnedRows(0)
+    first.rows["rows"] = OwnedSlots(0)
     first.written.append("rows")
     assert second.rows == {} and second.written == []
 

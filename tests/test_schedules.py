@@ -89,12 +89,9 @@ def ended(server: ServerProcess, assets: Assets) -> None:
         server, ReferenceEngine(assets.weights, "rebaseshared", assets.adapters), "ended"
     )
 
-    def new(count: int) -> list[int]:
-        return [rng.randrange(20, 256) for _ in range(count)]
-
-    first = trajectory.turn("plan", new(50), 6)
+    first = trajectory.turn("plan", new_tokens(rng, 50), 6)
     # The same turn again on a context of its own shows which token will come third.
-    prompt = trajectory.tokens + new(20)
+    prompt = trajectory.tokens + new_tokens(rng, 20)
     body = {
         "input_ids": prompt,
         "lora_path": "action",
@@ -136,7 +133,7 @@ def ended(server: ServerProcess, assets: Assets) -> None:
     assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
     # What each of them left behind serves every role.
     for role in ROLES:
-        trajectory.turn(role, new(15), 4)
+        trajectory.turn(role, new_tokens(rng, 15), 4)
     assert trajectory.difference < TOLERANCE
     assert len(first.output) == 6
 
