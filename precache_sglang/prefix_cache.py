@@ -479,20 +479,20 @@ class PrecacheRadixCache(RadixCache):
         youngest before the others; then finished turns, oldest first.
         """
         freed = self.evict_leaves(params.num_tokens)
-        for shadow in reversed(list(self.runtime.shadows)):
-            if freed >= params.num_tokens:
-                break
-            if shadow.num_slots:
-                freed += shadow.num_slots
-                shadow.release()
-        while freed < params.num_tokens:
-            dropped = self.runtime.backlog.drop_oldest()
-            if dropped is None:
-                break
-            # The dropped job's lock is gone too: its prefix may be evictable now.
-            missing = max(0, params.num_tokens - freed - dropped)
-            freed += dropped + self.evict_leaves(missing)
+        while freed < params.num_tokens and (given := self._give_up_neutral_work()) is not None:
+            freed += given
+            # Its lock is gone too: what it stood on may be evictable now.
+            freed += self.evict_leaves(max(0, params.num_tokens - freed))
         return EvictResult(num_tokens_evicted=freed)
+
+    def _give_up_neutral_work(self) -> int | None:
+        """Give up one neutral pass; return the base slots freed, None if there is no pass."""
+        if not self.runtime.shadows:
+            return self.runtime.backlog.drop_oldest()
+        shadow = self.runtime.shadows[-1]
+        held = shadow.num_slots
+        shadow.release()
+        return held
 
     def evict_leaves(self, num_tokens: int) -> int:
         """Evict up to `num_tokens` cached tokens that nobody has locked; return how many."""

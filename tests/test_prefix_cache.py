@@ -1104,6 +1104,7 @@ class Operations:
         "neutral": 4,
         "lose_patience": 2,
         "evict": 1,
+        "evict_all": 1,
         "evict_rows": 1,
         "swap": 1,
     }
@@ -1219,6 +1220,22 @@ class Operations:
 
     def evict(self) -> None:
         self.engine.tree.evict(EvictParams(num_tokens=self.random.randrange(1, 5)))
+
+    def evict_all(self) -> None:
+        """A user's step may have every slot that no user's request holds or reads."""
+        engine = self.engine
+        engine.tree.evict(EvictParams(num_tokens=engine.allocator.size))
+        held = 0
+        read = set()
+        for req in self.prefilling + self.decoding:
+            if req.kv.holds_kv:
+                held += max(0, req.kv.kv_allocated_len - req.kv.cache_protected_len)
+            node = req.lock.node
+            while node is not engine.tree.root_node:
+                read.add(node)
+                node = node.parent
+        held += sum(len(node.key) for node in read)
+        assert engine.allocator.available_size() == engine.allocator.size - held
 
     def evict_rows(self) -> None:
         self.engine.tree.evict_rows(self.random.randrange(1, 5))
