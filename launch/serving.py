@@ -4,6 +4,9 @@ Open loop: trajectories start at Poisson times, so that on average `--rates` req
 each second. Closed loop: `--concurrency` clients, each of which starts its next trajectory as
 its last one ends. Within a trajectory a turn is sent when the turn before it has ended. TTFT
 counts from the sending of a request, waits for neutral passes included.
+
+All servers are up at once and idle but for one. With every seed they take turns in another
+order, so that a machine that drifts does not favour one of them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -92,16 +96,25 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise SystemExit("bench serving: give --rates or --concurrency")
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for variant in ["running"] if args.url else args.variants:
-        with _Server(args, variant, trace) as url:
+    with ExitStack() as stack:
+        urls = {
+            variant: stack.enter_context(_Server(args, variant, trace))
+            for variant in (["running"] if args.url else args.variants)
+        }
+        for url in urls.values():
             _warm_up(url, trace)
-            for load in loads:
-                runs = []
-                for seed in range(args.seeds):
-                    runs.append(asyncio.run(_run(url, trace, load, seed, args)))
-                    print(_progress(variant, load, seed, args.seeds, runs[-1]), flush=True)
-                rows.append({"variant": variant, "load": load.name, **_medians(runs)})
-                _save(args, rows)
+        for load in loads:
+            runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in urls}
+            for seed in range(args.seeds):
+                for variant in _rotated(list(urls), seed):
+                    run = asyncio.run(_run(urls[variant], trace, load, seed, args))
+                    runs[variant].append(run)
+                    print(_progress(variant, load, seed, args.seeds, run), flush=True)
+            rows += [
+                {"variant": variant, "load": load.name, **_medians(runs[variant])}
+                for variant in urls
+            ]
+            _save(args, rows)
     print(f"\ntrace {args.trace}, medians of {args.seeds} seeds\n{serving_table(rows)}")
     plot_serving(rows, f"Trace {args.trace}", args.out / "serving.png")
     print(f"\nNumbers and plot: {args.out}")
@@ -109,6 +122,11 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     if failed:
         raise SystemExit(f"{failed} requests failed; the figures do not count")
     return rows
+
+
+def _rotated(variants: list[str], by: int) -> list[str]:
+    by %= len(variants)
+    return variants[by:] + variants[:by]
 
 
 class _Server:

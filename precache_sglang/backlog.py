@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
 # Share of the KV pool that finished turns may hold while their neutral passes are owed.
 _LIMIT = 0.5
+# Tokens that ride along are published together: each publication makes a node of the tree.
+_PUBLISH_EVERY = 256
 
 
 @dataclass(eq=False)
@@ -43,7 +44,8 @@ class NeutralJob:
 
         [0, start)          neutral, in the tree, locked by the job
         [start, done)       published by earlier pieces or by other jobs
-        [done, end)         owed; base slots held by the job
+        [done, ahead)       computed beside others' steps, to be published
+        [ahead, end)        owed; base slots from `done` on are held by the job
 
     Attributes:
         key: The tokens ``[0, end)`` with their namespace.
@@ -54,6 +56,7 @@ class NeutralJob:
         team_rows: Rows of the rest of the team from the adapted pass, by slice key; used
             only if the job is published provisionally.
         base_slots: ``[end - done]`` int64.
+        beside: Of the pass beside others' steps; holds its rows over ``[done, ahead)``.
         lock: Holds the published prefix.
         created: When the turn ended, on the monotonic clock.
     """
@@ -68,11 +71,13 @@ class NeutralJob:
     base_slots: torch.Tensor
     lock: TreeLock | None
     team_rows: dict[str, OwnedSlots] = field(default_factory=dict)
+    beside: RequestState | None = None
     done: int = field(init=False)
+    ahead: int = field(init=False)
     created: float = field(init=False, default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.done = self.start
+        self.done = self.ahead = self.start
 
     def blocks(self, req: Req, tokens: array[int]) -> bool:
         """Whether `req` extends tokens that this job has not published yet."""
@@ -87,7 +92,9 @@ class NeutralJob:
         return taken
 
     def all_rows(self) -> list[OwnedSlots]:
-        return [*([] if self.rows is None else [self.rows]), *self.team_rows.values()]
+        rows = [] if self.rows is None else [self.rows]
+        beside = [] if self.beside is None else self.beside.rows.values()
+        return [*rows, *self.team_rows.values(), *beside]
 
 
 @dataclass(eq=False)
@@ -106,6 +113,7 @@ class Rebase:
     start: int = 0
     slots: torch.Tensor | None = None
     feeder: str = ""
+    created: float = field(init=False, default_factory=time.monotonic)
 
     @property
     def active_key(self) -> str | None:
@@ -167,6 +175,9 @@ class Backlog:
         req.kv.cache_protected_len = end
         if state.shadow is not None:
             state.shadow.hand_over(job)
+        if job in self.jobs and self.runtime.may_publish_provisionally and not self.runnable(job):
+            # It could not go on before its prefix is rebased, and will be rebased with it.
+            self.publish_provisionally(job)
         self._trim()
 
     def _trim(self) -> None:
@@ -179,46 +190,34 @@ class Backlog:
                 self.drop_oldest()
 
     def oldest_age(self) -> float:
-        """Seconds for which the oldest job has been owed."""
-        return time.monotonic() - self.jobs[0].created if self.jobs else 0.0
+        """Seconds for which the oldest job has been owed, or provisional base been published."""
+        created = [job.created for job in self.jobs] + [rebase.created for rebase in self.rebases]
+        return time.monotonic() - min(created) if created else 0.0
 
     def next_span(self, job: NeutralJob, num_tokens: int) -> NeutralSpan:
         """The next tokens of `job`, to ride along in a step; written in place."""
-        start = job.done
-        return self._span(
-            job,
-            start,
-            start + num_tokens,
-            lambda span: self.publish(job, start, span.slots, span.state.rows),
-        )
-
-    def next_rebase_span(self, rebase: Rebase, num_tokens: int) -> NeutralSpan | None:
-        """At most `num_tokens` of what `rebase` has to do next, or None if it cannot go on."""
-        end = self.prepare(rebase, num_tokens)
-        if end is None:
-            return None
-        return self._span(
-            rebase, rebase.start, end, lambda span: self.rebased(rebase, end, span.state.rows)
-        )
-
-    def _span(
-        self,
-        job: NeutralJob | Rebase,
-        start: int,
-        end: int,
-        computed: Callable[[NeutralSpan], None],
-    ) -> NeutralSpan:
-        state = RequestState(adapter=None, team=job.team, job=job)
-        state.written = self.runtime.roles.rows_written(None, job.team, leave_out=job.active_key)
+        if job.beside is None:
+            job.beside = RequestState(adapter=None, team=job.team, job=job)
+            job.beside.written = self.runtime.roles.rows_written(
+                None, job.team, leave_out=job.active_key
+            )
         tree = self.runtime.tree
+        start, offset = job.ahead, job.ahead - job.done
         return NeutralSpan(
-            tokens=job.key.token_ids[start:end],
+            tokens=job.key.token_ids[start : start + num_tokens],
             start=start,
-            prefix=tree.path_slots(tree.walk(job.key[:start])),
-            slots=job.take(end - start),
-            state=state,
-            computed=computed,
+            prefix=torch.cat(
+                (tree.path_slots(tree.walk(job.key[: job.done])), job.base_slots[:offset])
+            ),
+            slots=job.base_slots[offset : offset + num_tokens],
+            state=job.beside,
+            computed=lambda span: self._computed_beside(job, span),
         )
+
+    def _computed_beside(self, job: NeutralJob, span: NeutralSpan) -> None:
+        job.ahead = span.end
+        if job.ahead == job.end or job.ahead - job.done >= _PUBLISH_EVERY:
+            self.catch_up(job)
 
     def publish(
         self, job: NeutralJob, start: int, slots: torch.Tensor, rows: dict[str, OwnedSlots]
@@ -266,8 +265,9 @@ class Backlog:
     def publish_provisionally(self, job: NeutralJob) -> None:
         """Publish the rest of `job` as its turn computed it, to be rebased later."""
         tree = self.runtime.tree
+        self.catch_up(job)
         path, published = self._published(job)
-        if published < job.end:
+        if job in self.jobs and published < job.end:
             slots = job.take(job.base_slots.numel())
             surplus = slots.numel() - (job.end - published)
             tree.token_to_kv_pool_allocator.free(slots[:surplus])
@@ -279,7 +279,7 @@ class Backlog:
             for name, rows in job.team_rows.items():
                 self.runtime.free_rows(rows.take_until(published))
                 tree.give_rows(path, name, rows, job.end)
-        self.catch_up(job)
+            self.catch_up(job)
 
     def prepare(self, rebase: Rebase, num_tokens: int) -> int | None:
         """Choose the next piece of `rebase`: from its ``start`` to the position returned.
@@ -325,7 +325,13 @@ class Backlog:
     # -- accounts ------------------------------------------------------------
 
     def catch_up(self, job: NeutralJob) -> None:
-        """Account for what the tree has by now over the job's tokens."""
+        """Publish what is computed of the job; account for what others have published of it."""
+        if job.ahead > job.done:
+            assert job.beside is not None
+            slots, rows = job.take(job.ahead - job.done), job.beside.rows
+            job.ahead, job.beside = job.done, None
+            self.publish(job, job.done, slots, rows)
+            return
         tree = self.runtime.tree
         path, published = self._published(job)
         self.made_room |= published > job.done
@@ -335,7 +341,7 @@ class Backlog:
         if surplus > 0:
             tree.token_to_kv_pool_allocator.free(job.base_slots[:surplus])
             job.base_slots = job.base_slots[surplus:]
-        job.done = published
+        job.done = job.ahead = published
         if path:
             lock = tree.lock(path[-1])
             tree.unlock(job.lock)
@@ -346,8 +352,9 @@ class Backlog:
     def purge(self, key: str) -> None:
         """An adapter was unloaded: its rows are of no use."""
         for job in self.jobs:
-            if (rows := job.team_rows.pop(key, None)) is not None:
-                self.runtime.free_rows(rows.slots())
+            for held in (job.team_rows, {} if job.beside is None else job.beside.rows):
+                if (rows := held.pop(key, None)) is not None:
+                    self.runtime.free_rows(rows.slots())
             if job.active_key == key and job.rows is not None:
                 self.runtime.free_rows(job.rows.slots())
                 job.rows = None
@@ -362,6 +369,8 @@ class Backlog:
                 self.runtime.stats.dropped_rows += rows.num_slots
                 self.runtime.free_rows(rows.slots())
             job.rows, job.team_rows = None, {}
+            if job.beside is not None:
+                job.beside.rows, job.beside.written = {}, []
             return True
         return False
 

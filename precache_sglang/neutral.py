@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from precache_sglang.backlog import NeutralJob, Rebase
 from precache_sglang.request import RequestState, state_of
 from precache_sglang.shadow import NeutralSpan, Shadow, num_user_tokens
+from precache_sglang.step_cost import StepCost
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -30,12 +32,15 @@ if TYPE_CHECKING:
 
 # Without chunked prefill there is no chunk to bound a piece by.
 _PIECE_WITHOUT_CHUNKING = 4096
-# Seconds after which a job takes turns with users' steps, however many users there are.
+# Seconds after which what is owed gets steps of its own, however many users there are, and
+# the share of the time that these steps may take.
 _MAX_AGE = 20.0
-# A step's time is a constant plus a time for each token; the constant is worth some hundred
-# tokens. Neutral spans may lengthen a step by about a seventh.
-_FREE_TOKENS = 16
-_STEP_SHARE = 0.15
+_AGED_SHARE = 0.05
+# By how much neutral spans may lengthen a step that they ride along in.
+_STEP_SHARE = 0.06
+# Seconds for which an idle engine waits for a request before it starts a neutral step that the
+# request would have to wait for: an agent's next turn follows at once.
+_LINGER = 0.03
 
 
 class NeutralScheduler:
@@ -48,6 +53,10 @@ class NeutralScheduler:
         self._serial = itertools.count()
         self._batch: ScheduleBatch | None = None  # the neutral batch of the last step
         self._under_pressure = False
+        self.cost = StepCost()
+        self._step: tuple[float, int] | None = None  # start and tokens of the step that runs
+        self._last_user_step = 0.0  # when the last step for users ended
+        self._aged_after = 0.0  # when the next step for what is aged may start
 
     def next_batch(
         self,
@@ -56,13 +65,29 @@ class NeutralScheduler:
         last_batch: ScheduleBatch | None,
     ) -> NextBatchPlan:
         """One scheduling decision; `original` is SGLang's."""
+        self._note_step()
         plan = self._next_batch(original, running_batch, last_batch)
         batch = plan.batch_to_run
-        if batch is not None and batch is not self._batch:
-            self.runtime.add_neutral_spans(
-                batch, list(self._neutral_spans(batch, plan.running_batch))
-            )
+        if batch is None:
+            return plan
+        num_tokens = num_user_tokens(batch)
+        if batch is not self._batch:
+            spans = list(self._neutral_spans(batch, plan.running_batch))
+            self.runtime.add_neutral_spans(batch, spans)
+            num_tokens += sum(len(span.tokens) for span in spans)
+        self._step = (time.monotonic(), num_tokens)
         return plan
+
+    def _note_step(self) -> None:
+        """The step that was decided last is over: learn what it cost."""
+        if self._step is None:
+            return
+        now = time.monotonic()
+        start, num_tokens = self._step
+        self._step = None
+        self.cost.observe(num_tokens, now - start)
+        if self._batch is None:
+            self._last_user_step = now
 
     def _next_batch(
         self,
@@ -95,12 +120,14 @@ class NeutralScheduler:
             or scheduler.chunked_req is not None
             or len(held) < len(scheduler.waiting_queue)
         )
-        starving = self.backlog.oldest_age() > _MAX_AGE
-        urgent = wanted or (self._first_job() if self._under_pressure or starving else None)
-        if urgent is not None and not (after_neutral and others):
+        now = time.monotonic()
+        aged = self.backlog.oldest_age() > _MAX_AGE and now >= self._aged_after
+        if (wanted or self._under_pressure or aged) and not (after_neutral and others):
             running_batch, last_batch = self._merged(running_batch, last_batch), None
-            batch = self._build(urgent)
+            batch = self._build(wanted) if wanted else self._build_any()
             if batch is not None:
+                if aged and not wanted:
+                    self._aged_after = now + self.cost.seconds(num_user_tokens(batch)) / _AGED_SHARE
                 return _plan(batch, running_batch)
 
         queue = scheduler.waiting_queue
@@ -116,11 +143,24 @@ class NeutralScheduler:
         # Something waits, and not for a neutral pass: the slots that the backlog holds
         # may be what it waits for. A finished pass turns them into evictable nodes.
         self._under_pressure = len(scheduler.waiting_queue) > len(held)
-        if plan.batch_to_run is None:
+        if plan.batch_to_run is None and not self._request_arrives():
             batch = self._build_any()
             if batch is not None:
                 return _plan(batch, plan.running_batch)
         return plan
+
+    def _request_arrives(self) -> bool:
+        """Whether a request comes right after the last step for users.
+
+        Where a turn waits for its neutral pass anyway, there is nothing to be gained.
+        """
+        left = _LINGER - (time.monotonic() - self._last_user_step)
+        if left <= 0 or not self.runtime.may_publish_provisionally:
+            return False
+        sleeper = self.scheduler.idle_sleeper
+        if isinstance(sleeper, IdleSleeper):
+            return bool(sleeper.poller.poll(left * 1e3))
+        return True  # SGLang asks again at once
 
     # -- beside users' requests ------------------------------------------------
 
@@ -139,10 +179,13 @@ class NeutralScheduler:
     def _lockstep_spans(self, batch: ScheduleBatch) -> Iterator[NeutralSpan]:
         """The tokens that every turn of `batch` feeds in this step."""
         wanted = []
+        # Turns that are behind, since their slots were taken from them, catch up in bounds.
+        budget = max(self._piece(), num_user_tokens(batch))
         for shadow, end in self._shadows(batch.reqs, batch):
-            count = min(end - shadow.done, self._piece())
+            count = min(end - shadow.done, budget)
             if count > 0:
                 wanted.append((shadow, count))
+                budget -= count
         missing = sum(count for _, count in wanted) - self._free_slots()
         if missing > 0:
             self.runtime.tree.evict_leaves(missing)
@@ -159,18 +202,13 @@ class NeutralScheduler:
         for job in list(self.backlog.jobs):
             if budget <= 0:
                 return
-            self.backlog.catch_up(job)
+            if job.ahead == job.done:
+                self.backlog.catch_up(job)
             if job not in self.backlog.jobs or not self.backlog.runnable(job):
                 continue
-            count = min(job.end - job.done, budget)
+            count = min(job.end - job.ahead, budget)
             budget -= count
             yield self.backlog.next_span(job, count)
-        for rebase in list(self.backlog.rebases):
-            span = self.backlog.next_rebase_span(rebase, budget) if budget > 0 else None
-            if span is not None:
-                budget -= len(span.tokens)
-                yield span
-                break  # another one may be over the same nodes
         reqs = batch.reqs if batch is running_batch else [*running_batch.reqs, *batch.reqs]
         for shadow, end in self._shadows(reqs, batch):
             count = min(end - shadow.done, budget)
@@ -185,7 +223,7 @@ class NeutralScheduler:
     def _leftover_tokens(self, batch: ScheduleBatch) -> int:
         """Neutral tokens that `batch` has room for and that do not slow its users much."""
         num_tokens = num_user_tokens(batch)
-        beside = _FREE_TOKENS + int(_STEP_SHARE * num_tokens)
+        beside = max(1, int(_STEP_SHARE * (self.cost.fixed_tokens + num_tokens)))
         return min(beside, self._piece() - num_tokens)
 
     def _shadows(self, reqs: list[Req], batch: ScheduleBatch) -> Iterator[tuple[Shadow, int]]:
@@ -233,6 +271,14 @@ class NeutralScheduler:
     def _piece(self) -> int:
         return self.scheduler.chunked_prefill_size or _PIECE_WITHOUT_CHUNKING
 
+    def _own_piece(self) -> int:
+        """Tokens of a neutral step, which whoever arrives meanwhile has to wait for."""
+        if not self.runtime.may_publish_provisionally:
+            return self._piece()
+        within = self.cost.tokens_within(self.runtime.settings.max_neutral_wait_ms * 1e-3)
+        # A step of less would be mostly its constant part.
+        return min(self._piece(), max(within, int(self.cost.fixed_tokens), 1))
+
     def _free_slots(self) -> int:
         return int(self.scheduler.token_to_kv_pool_allocator.available_size())
 
@@ -278,8 +324,10 @@ class NeutralScheduler:
         wanted: NeutralJob | None = None
         for req in self.scheduler.waiting_queue:
             tokens = req.origin_input_ids + req.output_ids
+            for job in [job for job in self.backlog.jobs if job.blocks(req, tokens)]:
+                self.backlog.catch_up(job)
             blocking = [job for job in self.backlog.jobs if job.blocks(req, tokens)]
-            if blocking and self._has_waited(req, blocking[0]):
+            if blocking and self._loses_patience(req, blocking):
                 for job in blocking:
                     self.backlog.publish_provisionally(job)
             elif blocking:
@@ -287,18 +335,22 @@ class NeutralScheduler:
                 wanted = wanted or blocking[0]
         return held, wanted
 
-    def _has_waited(self, req: Req, job: NeutralJob) -> bool:
-        """Whether `req` is to go on without the neutral pass of `job`."""
+    def _loses_patience(self, req: Req, jobs: list[NeutralJob]) -> bool:
+        """Whether `req` is to go on without the neutral passes of `jobs`.
+
+        It does not start to wait if the wait would be too long by what steps have cost.
+        """
         if not self.runtime.may_publish_provisionally:
             return False
+        if not self.backlog.runnable(jobs[0]):
+            return True  # what has to be rebased first may be read for as long as others like
         state = state_of(req)
         now = time.monotonic()
         if state.held_since is None:
             state.held_since = now
-        waited_ms = (now - state.held_since) * 1e3
-        # What has to be rebased first may be read for as long as others like.
-        limit: int = self.runtime.settings.max_neutral_wait_ms
-        return waited_ms >= limit or not self.backlog.runnable(job)
+        owed = sum(job.end - job.done for job in jobs)
+        wait = now - state.held_since + self.cost.seconds(owed)
+        return wait >= self.runtime.settings.max_neutral_wait_ms * 1e-3
 
     def _first_job(self) -> NeutralJob | None:
         return next((job for job in self.backlog.jobs if self.backlog.runnable(job)), None)
@@ -309,7 +361,7 @@ class NeutralScheduler:
         if job is not None:
             return self._build(job)
         for rebase in list(self.backlog.rebases):
-            end = self.backlog.prepare(rebase, self._piece())
+            end = self.backlog.prepare(rebase, self._own_piece())
             if end is not None:
                 return self._batch_of(rebase, end)
         return None
@@ -319,7 +371,7 @@ class NeutralScheduler:
         self.backlog.catch_up(job)
         if job not in self.backlog.jobs or not self.backlog.runnable(job):
             return self._build_any()  # others had published all of it, or what it stands on
-        return self._batch_of(job, min(job.done + self._piece(), job.end))
+        return self._batch_of(job, min(job.done + self._own_piece(), job.end))
 
     def _batch_of(self, job: NeutralJob | Rebase, end: int) -> ScheduleBatch | None:
         """A batch of one internal request that computes the neutral tokens up to `end`."""

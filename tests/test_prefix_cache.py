@@ -17,6 +17,8 @@ with quiet_imports():
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
+    from precache_sglang import backlog as backlog_module
+    from precache_sglang import neutral as neutral_module
     from precache_sglang.backlog import NeutralJob
     from precache_sglang.request import state_of
     from precache_sglang.schedules import SCHEDULES
@@ -890,9 +892,47 @@ def test_the_backlog_rides_beside_the_steps_of_others(make: Callable[..., Engine
     engine.runtime.schedule = SCHEDULES["lp"]
     engine.turn("plan", TEXT[:12])
     engine.runtime.schedule = SCHEDULES["auto"]
-    assert engine.runtime.backlog.tokens() == 12
+    job = one_job(engine)
+    other = engine.start("action", [1, 2, 3], extra_key="else")
+    engine.extend(other)
+    assert (job.done, job.end) == (0, 12) and 0 < job.ahead < 12
+    assert not engine.path(TEXT[:12]), "published as one node, not step by step"
+    engine.check()
+    engine.decode(other, 4)
+    engine.finish(other)
+    assert job not in engine.runtime.backlog.jobs
+    assert [(len(node.key), node.provisional) for node in engine.path(TEXT[:12])] == [(12, False)]
+    assert all(engine.covered(TEXT[:12], role) == [(12, True)] for role in ROLES)
+    engine.drain()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("end", ["own step", "provisional", "dropped", "rows dropped", "unloaded"])
+def test_a_job_that_is_half_computed_beside_others_is_kept_or_dropped_whole(
+    make: Callable[..., Engine], end: str
+) -> None:
+    engine = make("rebaseshared", schedule="auto", base_slots=40, max_neutral_wait_ms=0)
+    engine.runtime.schedule = SCHEDULES["lp"]
+    engine.turn("plan", TEXT[:12])
+    engine.runtime.schedule = SCHEDULES["auto"]
+    job = one_job(engine)
     engine.turn("action", [1, 2, 3], extra_key="else")
-    assert engine.runtime.backlog.tokens() < 12
+    ahead = job.ahead
+    assert job.done < ahead < job.end
+    if end == "own step":
+        engine.neutral_step()
+    elif end == "provisional":
+        engine.runtime.backlog.publish_provisionally(job)
+        nodes = [(len(node.key), node.provisional) for node in engine.path(TEXT[:12])]
+        assert nodes == [(ahead, False), (12 - ahead, True)]
+    elif end == "dropped":
+        engine.runtime.backlog.drop_oldest()
+    elif end == "rows dropped":
+        while engine.runtime.backlog.drop_rows():
+            pass
+    else:
+        engine.unload("reflect")
+    engine.check()
     engine.drain()
     engine.check_idle()
 
@@ -940,15 +980,14 @@ def test_rebasing_is_in_place_and_waits_for_readers(make: Callable[..., Engine])
     engine.check_idle()
 
 
-def test_what_follows_a_provisional_turn_is_owed_after_it(make: Callable[..., Engine]) -> None:
+def test_what_follows_a_provisional_turn_is_provisional_too(make: Callable[..., Engine]) -> None:
     engine = provisional(make)
     engine.turn("action", TEXT[:16])
-    job = one_job(engine)
-    assert (job.start, job.end) == (12, 16)
-    assert not engine.runtime.backlog.runnable(job)
-    assert engine.neutral_step()  # the rebase: the job's own lock is no reader
-    assert engine.runtime.backlog.runnable(job)
+    assert not engine.runtime.backlog.jobs, "it could only wait for the rebase"
+    nodes = engine.path(TEXT[:16])
+    assert [(len(node.key), node.provisional) for node in nodes] == [(12, True), (4, True)]
     engine.drain()
+    assert not any(node.provisional for node in engine.path(TEXT[:16]))
     engine.check_idle()
 
 
@@ -1273,8 +1312,15 @@ class Operations:
     ],
 )
 def test_no_slot_is_lost_or_shared_whatever_happens(
-    make: Callable[..., Engine], method: str, schedule: str, wait: int, seed: int
+    make: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    schedule: str,
+    wait: int,
+    seed: int,
 ) -> None:
+    monkeypatch.setattr(backlog_module, "_PUBLISH_EVERY", 3)
+    monkeypatch.setattr(neutral_module, "_STEP_SHARE", 0.02)
     engine = make(
         method,
         base_slots=90,
