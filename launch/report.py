@@ -108,20 +108,23 @@ def plot_ttft(results: dict[str, dict[str, Any]], title: str, path: Path) -> Non
 def serving_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line for each variant and load."""
     header = (
-        f"{'variant':<20}{'load':<14}{'TTFT p50 s':>11}{'(min-max)':>14}{'p90':>8}{'p99':>8}"
-        f"{'ITL p50 ms':>12}{'p99':>8}{'tok/s/req':>11}{'goodput/s':>11}{'shared':>8}"
-        f"{'neutral':>9}{'beside':>8}{'backlog':>9}{'drain s':>9}{'errors':>8}"
+        f"{'variant':<22}{'load':<12}{'TTFT p50 s':>11}{'(min-max)':>15}{'p90':>8}{'p99':>8}"
+        f"{'ITL p50 ms':>12}{'p90':>7}{'p99':>7}{'tok/s/req':>11}{'goodput/s':>11}{'shared':>8}"
+        f"{'neutral':>9}{'beside':>8}{'backlog':>9}{'provis.':>9}{'drain s':>9}"
+        f"{'base MiB':>10}{'LR MiB':>8}{'errors':>8}"
     )
     lines = [header, "-" * len(header)]
     for row in rows:
-        spread = f"({row['ttft_p50_s_min']:.2f}-{row['ttft_p50_s_max']:.2f})"
+        spread = f"({row['ttft_p50_s_min']:.3f}-{row['ttft_p50_s_max']:.3f})"
         lines.append(
-            f"{row['variant']:<20}{row['load']:<14}{row['ttft_p50_s']:>11.2f}{spread:>14}"
+            f"{row['variant']:<22}{row['load']:<12}{row['ttft_p50_s']:>11.3f}{spread:>15}"
             f"{row['ttft_p90_s']:>8.2f}{row['ttft_p99_s']:>8.2f}"
-            f"{row['itl_p50_s'] * 1e3:>12.0f}{row['itl_p99_s'] * 1e3:>8.0f}"
+            f"{row['itl_p50_s'] * 1e3:>12.0f}{row['itl_p90_s'] * 1e3:>7.0f}"
+            f"{row['itl_p99_s'] * 1e3:>7.0f}"
             f"{row['throughput_per_request']:>11.2f}{row['goodput']:>11.2f}"
             f"{row['shared_share']:>8.0%}{row['neutral_tokens']:>9.0f}{row['neutral_beside']:>8.0f}"
-            f"{row['max_backlog']:>9.0f}{row['drained_s']:>9.1f}{row['errors']:>8}"
+            f"{row['max_backlog']:>9.0f}{row['max_provisional']:>9.0f}{row['drained_s']:>9.1f}"
+            f"{_mib(row['peak_base_bytes']):>10}{_mib(row['peak_lr_bytes']):>8}{row['errors']:>8}"
         )
     return "\n".join(lines)
 

@@ -35,7 +35,7 @@ from precache_sglang.launch.traces import VOCABULARY, TraceTurn, load_trace, tok
 from precache_sglang.methods import METHODS
 from precache_sglang.schedules import SCHEDULES
 
-DEFAULT_VARIANTS = ("prelrshared", "rebaseshared:lp", "rebaseshared:db", "rebaseshared:auto")
+DEFAULT_VARIANTS = ("prelrshared", "rebaseshared:lp", "rebaseshared:db", "rebaseshared:auto:50")
 _STATE_EVERY = 0.5  # seconds between two looks at the backlog
 
 
@@ -43,6 +43,7 @@ _STATE_EVERY = 0.5  # seconds between two looks at the backlog
 class Request:
     """One turn as its client saw it; times in seconds on one clock."""
 
+    turn: str  # trajectory and place in it
     sent: float
     first: float = 0.0
     last: float = 0.0
@@ -73,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--variants",
         nargs="+",
         default=list(DEFAULT_VARIANTS),
-        metavar="METHOD[:SCHEDULE]",
-        help="one server each; default: %(default)s",
+        metavar="METHOD[:SCHEDULE[:WAIT_MS]]",
+        help="one server each; WAIT_MS is --precache-max-neutral-wait; default: %(default)s",
     )
     parser.add_argument("--num-trajectories", type=int, default=8, help="of each run")
     parser.add_argument("--seeds", type=int, default=3, help="runs whose medians are shown")
@@ -111,7 +112,12 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
                     runs[variant].append(run)
                     print(_progress(variant, load, seed, args.seeds, run), flush=True)
             rows += [
-                {"variant": variant, "load": load.name, **_medians(runs[variant])}
+                {
+                    "variant": variant,
+                    "load": load.name,
+                    **_medians(runs[variant]),
+                    "runs": runs[variant],
+                }
                 for variant in urls
             ]
             _save(args, rows)
@@ -137,11 +143,12 @@ class _Server:
         self.process: ServerProcess | None = None
         if self.url is not None:
             return
-        method, _, schedule = variant.partition(":")
-        if method not in METHODS or (schedule and schedule not in SCHEDULES):
+        method, schedule, wait, *rest = *variant.split(":"), "", ""
+        unknown = method not in METHODS or (schedule and schedule not in SCHEDULES)
+        if unknown or len(rest) > 2 or (wait and not wait.removeprefix("-").isdecimal()):
             raise SystemExit(
-                f"--variants {variant}: METHOD is one of {', '.join(METHODS)}, "
-                f"SCHEDULE one of {', '.join(SCHEDULES)}"
+                f"--variants {variant}: METHOD is one of {', '.join(METHODS)}, SCHEDULE one of "
+                f"{', '.join(SCHEDULES)}, WAIT_MS a number"
             )
         model = Path(args.model) if args.model else ensure_demo_model()
         adapters = trace_adapters(model, {turn.agent for turn in trace})
@@ -149,6 +156,7 @@ class _Server:
         tokens = args.max_total_tokens or (total_len(trace) + 256) * (at_once + 1) * 2
         flags = ["--precache-method", method]
         flags += ["--precache-schedule", schedule] if schedule else []
+        flags += ["--precache-max-neutral-wait", wait] if wait else []
         flags += ["--dtype", args.dtype, "--context-length", str(total_len(trace) + 256)]
         flags += ["--max-total-tokens", str(tokens), "--max-running-requests", "32"]
         flags += ["--max-loras-per-batch", str(len(adapters) + 1), "--log-level", "warning"]
@@ -201,10 +209,16 @@ async def _run(
         async def trajectory(index: int) -> None:
             new = tokens_for(trace, VOCABULARY, seed=1000 * seed + index)
             context: list[int] = []
-            for turn, tokens in zip(trace, new, strict=True):
+            for place, (turn, tokens) in enumerate(zip(trace, new, strict=True)):
                 context += tokens
-                salt = f"{seed}-{index}"
-                request = await _send(session, turn.agent, context, turn.decode_len, salt)
+                request = await _send(
+                    session,
+                    turn.agent,
+                    context,
+                    turn.decode_len,
+                    salt=f"{seed}-{index}",
+                    turn=f"{index}.{place} {turn.agent}",
+                )
                 requests.append(request)
                 if request.error:
                     return
@@ -217,7 +231,21 @@ async def _run(
         drained = time.perf_counter() - end
         watching.cancel()
         after = await _state(session)
-    return _figures(requests, end - start, drained, before, after, watch, args.ttft_limit)
+    figures = _figures(requests, end - start, drained, before, after, watch, args.ttft_limit)
+    raw = [
+        {
+            "turn": request.turn,
+            "sent_s": request.sent - start,
+            "ttft_s": request.first - request.sent,
+            "total_s": request.last - request.sent,
+            "prompt_tokens": request.prompt_tokens,
+            "output_tokens": request.output_tokens,
+            "shared": request.shared,
+        }
+        for request in requests
+        if request.error is None
+    ]
+    return figures | {"raw": raw}
 
 
 async def _offer(
@@ -247,7 +275,12 @@ async def _offer(
 
 
 async def _send(
-    session: aiohttp.ClientSession, role: str, prompt: list[int], num_output: int, salt: str
+    session: aiohttp.ClientSession,
+    role: str,
+    prompt: list[int],
+    num_output: int,
+    salt: str,
+    turn: str = "",
 ) -> Request:
     """One streamed request; an answer that is not whole is an error. Extends `prompt`."""
     body = {
@@ -257,7 +290,7 @@ async def _send(
         "stream": True,
         "sampling_params": {"max_new_tokens": num_output, "temperature": 0, "ignore_eos": True},
     }
-    request = Request(sent=time.perf_counter())
+    request = Request(turn, sent=time.perf_counter())
     last: dict[str, Any] = {}
     try:
         async with session.post("/generate", json=body) as response:

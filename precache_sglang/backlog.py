@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -281,8 +282,10 @@ class Backlog:
                 tree.give_rows(path, name, rows, job.end)
             self.catch_up(job)
 
-    def prepare(self, rebase: Rebase, num_tokens: int) -> int | None:
+    def prepare(self, rebase: Rebase, piece: Callable[[int, int], int]) -> int | None:
         """Choose the next piece of `rebase`: from its ``start`` to the position returned.
+
+        `piece` says how many of the tokens from a start to an end to take at once.
 
         None while somebody reads its first provisional node, or if there is none left.
         """
@@ -297,9 +300,9 @@ class Backlog:
             return None
         if tree.readers(node):
             return None
-        end = start + min(len(node.key), num_tokens)
-        piece = tree.walk(rebase.key[:end])[-1]  # cut off, if the node is longer
-        rebase.start, rebase.slots, rebase.feeder = start, piece.value, piece.feeder
+        end = start + piece(start, start + len(node.key))
+        node = tree.walk(rebase.key[:end])[-1]  # cut off, if it is longer
+        rebase.start, rebase.slots, rebase.feeder = start, node.value, node.feeder
         return end
 
     def rebased(self, rebase: Rebase, end: int, rows: dict[str, OwnedSlots]) -> None:

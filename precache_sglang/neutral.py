@@ -22,7 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from precache_sglang.backlog import NeutralJob, Rebase
 from precache_sglang.request import RequestState, state_of
 from precache_sglang.shadow import NeutralSpan, Shadow, num_user_tokens
-from precache_sglang.step_cost import StepCost
+from precache_sglang.step_cost import Load, StepCost
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -35,9 +35,10 @@ _PIECE_WITHOUT_CHUNKING = 4096
 # Seconds after which what is owed gets steps of its own, however many users there are, and
 # the share of the time that these steps may take.
 _MAX_AGE = 20.0
-_AGED_SHARE = 0.05
-# By how much neutral spans may lengthen a step that they ride along in.
-_STEP_SHARE = 0.06
+_AGED_SHARE = 0.03
+# By how much neutral spans may lengthen users' steps, on the whole. Where decoding waits for
+# memory, tokens beside it cost next to nothing, and this is many of them.
+_STEP_SHARE = 0.03
 # Seconds for which an idle engine waits for a request before it starts a neutral step that the
 # request would have to wait for: an agent's next turn follows at once.
 _LINGER = 0.03
@@ -54,7 +55,8 @@ class NeutralScheduler:
         self._batch: ScheduleBatch | None = None  # the neutral batch of the last step
         self._under_pressure = False
         self.cost = StepCost()
-        self._step: tuple[float, int] | None = None  # start and tokens of the step that runs
+        self._step: tuple[float, Load] | None = None  # start and load of the step that runs
+        self._credit = 0.0  # seconds for which spans may lengthen steps
         self._last_user_step = 0.0  # when the last step for users ended
         self._aged_after = 0.0  # when the next step for what is aged may start
 
@@ -70,12 +72,12 @@ class NeutralScheduler:
         batch = plan.batch_to_run
         if batch is None:
             return plan
-        num_tokens = num_user_tokens(batch)
+        spans: list[NeutralSpan] = []
         if batch is not self._batch:
             spans = list(self._neutral_spans(batch, plan.running_batch))
             self.runtime.add_neutral_spans(batch, spans)
-            num_tokens += sum(len(span.tokens) for span in spans)
-        self._step = (time.monotonic(), num_tokens)
+        positions = [*_positions(batch), *((span.start, span.end) for span in spans)]
+        self._step = (time.monotonic(), Load.of(positions))
         return plan
 
     def _note_step(self) -> None:
@@ -83,9 +85,9 @@ class NeutralScheduler:
         if self._step is None:
             return
         now = time.monotonic()
-        start, num_tokens = self._step
+        start, load = self._step
         self._step = None
-        self.cost.observe(num_tokens, now - start)
+        self.cost.observe(load, now - start)
         if self._batch is None:
             self._last_user_step = now
 
@@ -127,7 +129,8 @@ class NeutralScheduler:
             batch = self._build(wanted) if wanted else self._build_any()
             if batch is not None:
                 if aged and not wanted:
-                    self._aged_after = now + self.cost.seconds(num_user_tokens(batch)) / _AGED_SHARE
+                    seconds = self.cost.seconds(Load.of(_positions(batch)))
+                    self._aged_after = now + seconds / _AGED_SHARE
                 return _plan(batch, running_batch)
 
         queue = scheduler.waiting_queue
@@ -197,34 +200,44 @@ class NeutralScheduler:
     def _leftover_spans(
         self, batch: ScheduleBatch, running_batch: ScheduleBatch
     ) -> Iterator[NeutralSpan]:
-        """What fits beside the step: the backlog in order, then running turns, oldest first."""
-        budget = self._leftover_tokens(batch)
+        """What the step has time for: the backlog in order, then running turns, oldest first.
+
+        A span reads its whole context, as a user's row does, however few tokens it brings.
+        So it waits until it is worth it: until the time that steps leave over, which adds up,
+        is enough for many tokens, or for the last ones of a turn.
+        """
+        step = self.cost.seconds(Load.of(_positions(batch)))
+        self._credit += _STEP_SHARE * step
+        if batch.forward_mode.is_extend():
+            return  # somebody waits for a first token
+        self._credit = min(self._credit, step)
+        room = self._piece() - num_user_tokens(batch)
         for job in list(self.backlog.jobs):
-            if budget <= 0:
-                return
             if job.ahead == job.done:
                 self.backlog.catch_up(job)
             if job not in self.backlog.jobs or not self.backlog.runnable(job):
                 continue
-            count = min(job.end - job.ahead, budget)
-            budget -= count
-            yield self.backlog.next_span(job, count)
+            count = self._affordable(job.ahead, job.end, room, is_last=True)
+            if count:
+                room -= count
+                yield self.backlog.next_span(job, count)
         reqs = batch.reqs if batch is running_batch else [*running_batch.reqs, *batch.reqs]
         for shadow, end in self._shadows(reqs, batch):
-            count = min(end - shadow.done, budget)
-            if count <= 0:
-                continue
-            slots = self._take_slots(count)
-            if slots is None:
-                return
-            budget -= count
-            yield shadow.next_span(count, slots)
+            is_last = shadow.req in batch.reqs and _ends_with_this_step(shadow.req)
+            count = self._affordable(shadow.done, end, room, is_last)
+            slots = self._take_slots(count) if count else None
+            if slots is not None:
+                room -= count
+                yield shadow.next_span(count, slots)
 
-    def _leftover_tokens(self, batch: ScheduleBatch) -> int:
-        """Neutral tokens that `batch` has room for and that do not slow its users much."""
-        num_tokens = num_user_tokens(batch)
-        beside = max(1, int(_STEP_SHARE * (self.cost.fixed_tokens + num_tokens)))
-        return min(beside, self._piece() - num_tokens)
+    def _affordable(self, start: int, end: int, room: int, is_last: bool) -> int:
+        """Tokens from `start` on that ride along now, paid for; 0 if it is not worth it."""
+        count = self.cost.longest(start, min(end, start + room), self._credit)
+        load = Load.of([(start, start + count)])
+        if count <= 0 or not (self.cost.is_worth(load) or (is_last and start + count == end)):
+            return 0
+        self._credit -= self.cost.added(load)
+        return count
 
     def _shadows(self, reqs: list[Req], batch: ScheduleBatch) -> Iterator[tuple[Shadow, int]]:
         """Shadows of running turns, and how far each turn has fed by the end of this step.
@@ -271,13 +284,14 @@ class NeutralScheduler:
     def _piece(self) -> int:
         return self.scheduler.chunked_prefill_size or _PIECE_WITHOUT_CHUNKING
 
-    def _own_piece(self) -> int:
-        """Tokens of a neutral step, which whoever arrives meanwhile has to wait for."""
+    def _own_piece(self, start: int, end: int) -> int:
+        """Tokens from `start` on of a neutral step, which whoever arrives has to wait for."""
+        end = min(end, start + self._piece())
         if not self.runtime.may_publish_provisionally:
-            return self._piece()
-        within = self.cost.tokens_within(self.runtime.settings.max_neutral_wait_ms * 1e-3)
-        # A step of less would be mostly its constant part.
-        return min(self._piece(), max(within, int(self.cost.fixed_tokens), 1))
+            return end - start
+        # A step of less than its constant part would be a waste.
+        wait = self.runtime.settings.max_neutral_wait_ms * 1e-3
+        return max(1, self.cost.longest(start, end, max(wait - self.cost.fixed, self.cost.fixed)))
 
     def _free_slots(self) -> int:
         return int(self.scheduler.token_to_kv_pool_allocator.available_size())
@@ -348,8 +362,8 @@ class NeutralScheduler:
         now = time.monotonic()
         if state.held_since is None:
             state.held_since = now
-        owed = sum(job.end - job.done for job in jobs)
-        wait = now - state.held_since + self.cost.seconds(owed)
+        wait = now - state.held_since
+        wait += sum(self.cost.seconds(Load.of([(job.done, job.end)])) for job in jobs)
         return wait >= self.runtime.settings.max_neutral_wait_ms * 1e-3
 
     def _first_job(self) -> NeutralJob | None:
@@ -361,7 +375,7 @@ class NeutralScheduler:
         if job is not None:
             return self._build(job)
         for rebase in list(self.backlog.rebases):
-            end = self.backlog.prepare(rebase, self._own_piece())
+            end = self.backlog.prepare(rebase, self._own_piece)
             if end is not None:
                 return self._batch_of(rebase, end)
         return None
@@ -371,7 +385,7 @@ class NeutralScheduler:
         self.backlog.catch_up(job)
         if job not in self.backlog.jobs or not self.backlog.runnable(job):
             return self._build_any()  # others had published all of it, or what it stands on
-        return self._batch_of(job, min(job.done + self._own_piece(), job.end))
+        return self._batch_of(job, job.done + self._own_piece(job.done, job.end))
 
     def _batch_of(self, job: NeutralJob | Rebase, end: int) -> ScheduleBatch | None:
         """A batch of one internal request that computes the neutral tokens up to `end`."""
@@ -429,6 +443,19 @@ class NeutralScheduler:
             self.backlog.catch_up(job)
         batch.reqs = []
         return True
+
+
+def _positions(batch: ScheduleBatch) -> list[tuple[int, int]]:
+    """``(start, end)`` of the tokens that each request of `batch` feeds in this step."""
+    if batch.forward_mode.is_extend():
+        return [(req.prefix_len, req.extend_end) for req in batch.reqs]
+    return [(req.kv.kv_committed_len - 1, req.kv.kv_committed_len) for req in batch.reqs]
+
+
+def _ends_with_this_step(req: Req) -> bool:
+    """Whether the token that `req` samples now is its last by its length; else nobody knows."""
+    limit = req.sampling_params.max_new_tokens
+    return limit is not None and len(req.output_ids) + 1 >= limit
 
 
 def _plan(batch: ScheduleBatch, running_batch: ScheduleBatch) -> NextBatchPlan:

@@ -653,6 +653,7 @@ class Runtime:
             "backlog_age_s": round(self.backlog.oldest_age(), 3),
             "shadow_tokens": sum(shadow.num_slots for shadow in self.shadows),
             "provisional_tokens": provisional,
+            "step_cost_us": self.neutral.cost.prices() if self.scheduler else {},
             "problems": tree.check_integrity(),
             **{f"total_{name}": value for name, value in self.stats.as_dict().items()},
         }

@@ -22,6 +22,7 @@ with quiet_imports():
     from precache_sglang.backlog import NeutralJob
     from precache_sglang.request import state_of
     from precache_sglang.schedules import SCHEDULES
+    from precache_sglang.step_cost import Load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -887,38 +888,69 @@ def test_a_turn_that_is_given_up_takes_its_pass_with_it(
     engine.check_idle()
 
 
-def test_the_backlog_rides_beside_the_steps_of_others(make: Callable[..., Engine]) -> None:
-    engine = make("rebaseshared", schedule="auto", base_slots=40)
+def rider(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, each: int) -> Engine:
+    """An engine that owes plan's turn over ``TEXT[:12]``, and lets `each` tokens ride a step."""
+    engine = make("rebaseshared", schedule="auto", base_slots=40, max_neutral_wait_ms=0)
     engine.runtime.schedule = SCHEDULES["lp"]
     engine.turn("plan", TEXT[:12])
     engine.runtime.schedule = SCHEDULES["auto"]
+    cost = engine.runtime.neutral.cost
+    monkeypatch.setattr(cost, "longest", lambda start, end, _: min(each, end - start))
+    monkeypatch.setattr(cost, "is_worth", lambda _: True)
+    return engine
+
+
+def test_the_backlog_rides_beside_the_steps_of_others(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rider(make, monkeypatch, each=5)
     job = one_job(engine)
     other = engine.start("action", [1, 2, 3], extra_key="else")
     engine.extend(other)
-    assert (job.done, job.end) == (0, 12) and 0 < job.ahead < 12
+    assert job.ahead == 0, "somebody waited for a first token"
+    engine.decode(other, 4)
+    engine.decode(other, 5)
+    assert (job.done, job.ahead, job.end) == (0, 10, 12)
     assert not engine.path(TEXT[:12]), "published as one node, not step by step"
     engine.check()
-    engine.decode(other, 4)
-    engine.finish(other)
-    assert job not in engine.runtime.backlog.jobs
+    engine.decode(other, 6)
     assert [(len(node.key), node.provisional) for node in engine.path(TEXT[:12])] == [(12, False)]
     assert all(engine.covered(TEXT[:12], role) == [(12, True)] for role in ROLES)
+    assert job not in engine.runtime.backlog.jobs
+    engine.finish(other)
+    engine.drain()
+    engine.check_idle()
+
+
+def test_rides_are_paid_for_by_the_steps_of_users(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseshared", schedule="auto", base_slots=90)
+    engine.runtime.schedule = SCHEDULES["lp"]
+    engine.turn("plan", range(100, 140))
+    engine.runtime.schedule = SCHEDULES["auto"]
+    scheduler, other = engine.runtime.neutral, engine.start("action", [1, 2, 3], extra_key="else")
+    engine.extend(other)
+    users = riders = 0.0
+    for token in range(20):
+        before = engine.runtime.backlog.jobs[0].ahead if engine.runtime.backlog.jobs else 40
+        engine.decode(other, token)
+        after = engine.runtime.backlog.jobs[0].ahead if engine.runtime.backlog.jobs else 40
+        users += scheduler.cost.seconds(Load.of([(3 + token, 4 + token)]))
+        riders += scheduler.cost.added(Load.of([(before, after)])) if after > before else 0.0
+    engine.finish(other)
+    assert 0 < riders <= 1.1 * neutral_module._STEP_SHARE * users
     engine.drain()
     engine.check_idle()
 
 
 @pytest.mark.parametrize("end", ["own step", "provisional", "dropped", "rows dropped", "unloaded"])
 def test_a_job_that_is_half_computed_beside_others_is_kept_or_dropped_whole(
-    make: Callable[..., Engine], end: str
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    engine = make("rebaseshared", schedule="auto", base_slots=40, max_neutral_wait_ms=0)
-    engine.runtime.schedule = SCHEDULES["lp"]
-    engine.turn("plan", TEXT[:12])
-    engine.runtime.schedule = SCHEDULES["auto"]
+    engine = rider(make, monkeypatch, each=5)
     job = one_job(engine)
-    engine.turn("action", [1, 2, 3], extra_key="else")
+    engine.turn("action", [1, 2, 3], answer=[4], extra_key="else")
     ahead = job.ahead
-    assert job.done < ahead < job.end
+    assert (job.done, ahead, job.end) == (0, 5, 12)
     if end == "own step":
         engine.neutral_step()
     elif end == "provisional":
@@ -1320,7 +1352,7 @@ def test_no_slot_is_lost_or_shared_whatever_happens(
     seed: int,
 ) -> None:
     monkeypatch.setattr(backlog_module, "_PUBLISH_EVERY", 3)
-    monkeypatch.setattr(neutral_module, "_STEP_SHARE", 0.02)
+    monkeypatch.setattr(neutral_module, "_STEP_SHARE", 1.0)
     engine = make(
         method,
         base_slots=90,
