@@ -58,6 +58,7 @@ class Request:
 class Load:
     """What is offered: requests a second (open loop), or clients (closed loop)."""
 
+    num_trajectories: int
     rate: float | None = None
     clients: int | None = None
 
@@ -77,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:SCHEDULE[:WAIT_MS]]",
         help="one server each; WAIT_MS is --precache-max-neutral-wait; default: %(default)s",
     )
-    parser.add_argument("--num-trajectories", type=int, default=8, help="of each run")
+    parser.add_argument(
+        "--num-trajectories", nargs="+", type=int, default=[8], help="of each run, or of each load"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs whose medians are shown")
     parser.add_argument("--ttft-limit", type=float, default=2.0, help="seconds, for goodput")
     parser.add_argument("--max-total-tokens", type=int, help="KV pool; default: room for all")
@@ -91,10 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the sweep; print and save it. Returns one row for each variant and load."""
     trace = load_trace(args.trace)
-    loads = [Load(rate=rate) for rate in args.rates]
-    loads += [Load(clients=clients) for clients in args.concurrency]
-    if not loads:
-        raise SystemExit("bench serving: give --rates or --concurrency")
+    loads = _loads(args)
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -130,6 +130,20 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def _loads(args: argparse.Namespace) -> list[Load]:
+    count = len(args.rates) + len(args.concurrency)
+    if not count:
+        raise SystemExit("bench serving: give --rates or --concurrency")
+    numbers = args.num_trajectories
+    if len(numbers) not in (1, count):
+        raise SystemExit(
+            f"--num-trajectories has {len(numbers)} numbers; give one, or {count}, by load"
+        )
+    left = iter(numbers * count if len(numbers) == 1 else numbers)
+    loads = [Load(next(left), rate=rate) for rate in args.rates]
+    return loads + [Load(next(left), clients=clients) for clients in args.concurrency]
+
+
 def _rotated(variants: list[str], by: int) -> list[str]:
     by %= len(variants)
     return variants[by:] + variants[:by]
@@ -152,7 +166,7 @@ class _Server:
             )
         model = Path(args.model) if args.model else ensure_demo_model()
         adapters = trace_adapters(model, {turn.agent for turn in trace})
-        at_once = max([args.num_trajectories, *args.concurrency])
+        at_once = max([*args.num_trajectories, *args.concurrency])
         tokens = args.max_total_tokens or (total_len(trace) + 256) * (at_once + 1) * 2
         flags = ["--precache-method", method]
         flags += ["--precache-schedule", schedule] if schedule else []
@@ -224,7 +238,7 @@ async def _run(
                     return
 
         start = time.perf_counter()
-        await _offer(trajectory, len(trace), load, seed, args.num_trajectories)
+        await _offer(trajectory, len(trace), load, seed)
         end = time.perf_counter()
         while _owes(await _state(session)):
             await asyncio.sleep(0.05)
@@ -253,11 +267,10 @@ async def _offer(
     num_turns: int,
     load: Load,
     seed: int,
-    num_trajectories: int,
 ) -> None:
     """Start the trajectories as `load` has it, and wait for all of them."""
     if load.clients is not None:
-        left = iter(range(num_trajectories))
+        left = iter(range(load.num_trajectories))
 
         async def client() -> None:
             for index in left:
@@ -268,7 +281,7 @@ async def _offer(
     assert load.rate is not None
     rng = random.Random(seed)
     tasks = []
-    for index in range(num_trajectories):
+    for index in range(load.num_trajectories):
         tasks.append(asyncio.create_task(trajectory(index)))
         await asyncio.sleep(rng.expovariate(load.rate / num_turns))
     await asyncio.gather(*tasks)

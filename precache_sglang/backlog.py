@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import TreeLock
@@ -105,21 +105,17 @@ class Rebase:
     Attributes:
         key: Tokens down to the last provisional node.
         team: Whose LR rows the pass writes.
-        start, slots, feeder: Of the piece in progress, a node: its first token, the tree's
-            own base slots, and the content of the adapter whose turn it was.
+        start, slots: Of the piece in progress: its first token and the tree's own base slots.
     """
 
     key: RadixKey
     team: str
     start: int = 0
     slots: torch.Tensor | None = None
-    feeder: str = ""
     created: float = field(init=False, default_factory=time.monotonic)
-
-    @property
-    def active_key(self) -> str | None:
-        """Slice key of the turn's adapter, whose rows stay as they are."""
-        return self.feeder or None
+    # It may go over turns of several roles: each node knows its own.
+    feeder: ClassVar[str] = ""
+    active_key: ClassVar[None] = None
 
     def take(self, count: int) -> torch.Tensor:
         assert self.slots is not None and self.slots.numel() == count
@@ -290,19 +286,19 @@ class Backlog:
         None while somebody reads its first provisional node, or if there is none left.
         """
         tree = self.runtime.tree
-        start = 0
-        for node in tree.walk(rebase.key):
-            if node.provisional:
-                break
-            start += len(node.key)
-        else:
+        path = tree.walk(rebase.key)
+        while path and not path[-1].provisional:
+            path.pop()
+        if not path:
             self.rebases.remove(rebase)  # evicted, or rebased by another turn over the same
             return None
-        if tree.readers(node):
+        neutral = [node for node in path if not node.provisional]
+        if tree.readers(path[len(neutral)]):
             return None
-        end = start + piece(start, start + len(node.key))
-        node = tree.walk(rebase.key[:end])[-1]  # cut off, if it is longer
-        rebase.start, rebase.slots, rebase.feeder = start, node.value, node.feeder
+        start = sum(len(node.key) for node in neutral)
+        end = start + piece(start, sum(len(node.key) for node in path))
+        rebase.start = start
+        rebase.slots = tree.path_slots(tree.walk(rebase.key[:end]))[start:]
         return end
 
     def rebased(self, rebase: Rebase, end: int, rows: dict[str, OwnedSlots]) -> None:
@@ -314,7 +310,7 @@ class Backlog:
                 continue
             node.provisional = False
             for key in list(node.slices):
-                if key != rebase.active_key:
+                if key != node.feeder:  # the rows of the turn's own role stay
                     tree.drop_slice(node, key)
         for key, owned in rows.items():
             tree.give_rows(path, key, owned, end)

@@ -127,10 +127,9 @@ class NeutralScheduler:
         if (wanted or self._under_pressure or aged) and not (after_neutral and others):
             running_batch, last_batch = self._merged(running_batch, last_batch), None
             batch = self._build(wanted) if wanted else self._build_any()
+            if aged and not wanted:
+                self._aged_after = now + self._pause_after(batch)
             if batch is not None:
-                if aged and not wanted:
-                    seconds = self.cost.seconds(Load.of(_positions(batch)))
-                    self._aged_after = now + seconds / _AGED_SHARE
                 return _plan(batch, running_batch)
 
         queue = scheduler.waiting_queue
@@ -151,6 +150,11 @@ class NeutralScheduler:
             if batch is not None:
                 return _plan(batch, plan.running_batch)
         return plan
+
+    def _pause_after(self, batch: ScheduleBatch | None) -> float:
+        """Seconds until what is aged may take a step again; a while if nothing could go on."""
+        seconds = self.cost.seconds(Load.of([] if batch is None else _positions(batch)))
+        return seconds / _AGED_SHARE
 
     def _request_arrives(self) -> bool:
         """Whether a request comes right after the last step for users.

@@ -623,6 +623,7 @@ class Runtime:
         token_bytes = 2 * self.kv_size * self.num_layers * self.dtype.itemsize
         allocator = tree.token_to_kv_pool_allocator
         in_use = allocator.size - allocator.available_size()
+        rows_of_requests = tree.req_to_token_pool
         return {
             "method": self.method.name,
             "schedule": self.schedule.name if self.schedule else None,
@@ -651,6 +652,7 @@ class Runtime:
             "peak_lr_bytes": self.peak_rows * self.slot_bytes if pool else 0,
             "backlog_tokens": self.backlog.tokens(),
             "backlog_age_s": round(self.backlog.oldest_age(), 3),
+            "request_rows_in_use": rows_of_requests.size - rows_of_requests.available_size(),
             "shadow_tokens": sum(shadow.num_slots for shadow in self.shadows),
             "provisional_tokens": provisional,
             "step_cost_us": self.neutral.cost.prices() if self.scheduler else {},
