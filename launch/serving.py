@@ -279,11 +279,12 @@ async def _offer(
         await asyncio.gather(*(client() for _ in range(load.clients)))
         return
     assert load.rate is not None
-    rng = random.Random(seed)
+    rng = random.Random(str(seed))
     tasks = []
     for index in range(load.num_trajectories):
+        if index:
+            await asyncio.sleep(rng.expovariate(load.rate / num_turns))
         tasks.append(asyncio.create_task(trajectory(index)))
-        await asyncio.sleep(rng.expovariate(load.rate / num_turns))
     await asyncio.gather(*tasks)
 
 

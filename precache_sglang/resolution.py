@@ -105,8 +105,11 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
     require_patches()
     refuse_unsupported(config)
     if config.disable_overlap_schedule is not True:
-        # LR slots and neutral passes are planned from finished steps.
         declare_resolution(server_args, _SOURCE, disable_overlap_schedule=True)
+        logger.info(
+            "precache: overlap scheduling is off: LR slots and neutral passes are planned from "
+            "steps that are finished, and schedule db feeds what the step before has sampled."
+        )
     declare_resolution(
         server_args,
         _SOURCE,

@@ -241,7 +241,11 @@ class Engine:
         self.runtime.after_extend(batch)
 
     def _neutral_batch(self, reqs: list[Req], *_: Any) -> Any:
-        batch = SimpleNamespace(reqs=reqs)
+        batch = SimpleNamespace(
+            reqs=reqs,
+            forward_mode=SimpleNamespace(is_extend=lambda: True),
+            is_empty=lambda: not reqs,
+        )
 
         def prepare_for_extend() -> None:
             self._allocate(batch)
