@@ -75,7 +75,7 @@ class NeutralJob:
     beside: RequestState | None = None
     done: int = field(init=False)
     ahead: int = field(init=False)
-    created: float = field(init=False, default_factory=time.monotonic)
+    created: float = field(init=False, default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
         self.done = self.ahead = self.start
@@ -112,7 +112,7 @@ class Rebase:
     team: str
     start: int = 0
     slots: torch.Tensor | None = None
-    created: float = field(init=False, default_factory=time.monotonic)
+    created: float = field(init=False, default_factory=lambda: time.monotonic())
     # It may go over turns of several roles: each node knows its own.
     feeder: ClassVar[str] = ""
     active_key: ClassVar[None] = None
