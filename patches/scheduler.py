@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
 from precache_sglang.admission import PrecachePrefillAdder
+from precache_sglang.metrics import Exporter
 from precache_sglang.neutral import NeutralScheduler
 from precache_sglang.runtime import current
 from precache_sglang.streamer import PrecacheOutputStreamer
@@ -60,6 +61,10 @@ def around_get_next_batch_to_run(
     if runtime.scheduler is None:
         runtime.scheduler = scheduler
         runtime.neutral = NeutralScheduler(scheduler, runtime)
+        if scheduler.metrics_reporter.current_scheduler_metrics_enabled:
+            runtime.exporter = Exporter(scheduler.metrics_collector.labels)
+    if runtime.exporter is not None:
+        runtime.exporter.update(runtime)
     return runtime.neutral.next_batch(original, running_batch, last_batch)
 
 

@@ -18,7 +18,7 @@ from precache_sglang.config import Settings
 from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
 from precache_sglang.lr_pool import LRPool
 from precache_sglang.methods import Method, Rows
-from precache_sglang.metrics import Stats
+from precache_sglang.metrics import Exporter, Stats
 from precache_sglang.neutral import NeutralScheduler
 from precache_sglang.request import OwnedSlots, RequestState, state_of
 from precache_sglang.roles import RoleRegistry, read_adapter, registered_names, targets_k
@@ -97,6 +97,7 @@ class Runtime:
         self.peak_base = 0
         self.peak_rows = 0
         self.scheduler: Scheduler | None = None
+        self.exporter: Exporter | None = None
         model_config = lora_manager.base_hf_config
         self.num_layers: int = model_config.num_hidden_layers
         self.dtype = lora_manager.dtype
@@ -608,18 +609,31 @@ class Runtime:
 
     # -- reports -------------------------------------------------------------
 
+    def now(self) -> dict[str, float]:
+        """What is so now, for `state` and for gauges."""
+        pool = self.lr_pool
+        return {
+            "backlog_tokens": self.backlog.tokens(),
+            "backlog_age_s": round(self.backlog.oldest_age(), 3),
+            "provisional_tokens": sum(
+                len(node.key) for node in self.tree.nodes() if node.provisional
+            ),
+            "shadow_tokens": sum(shadow.num_slots for shadow in self.shadows),
+            "base_tokens": self.tree.total_size(),
+            "lr_slots_in_use": pool.size - pool.available_size() if pool else 0,
+        }
+
     def state(self) -> dict[str, Any]:
         """The body of ``GET /precache/state``."""
         tree, pool = self.tree, self.lr_pool
         kv_pool = tree.token_to_kv_pool_allocator.get_kvcache()
         rows: dict[str, int] = {}
-        num_nodes = provisional = 0
+        num_nodes = 0
         for node in tree.nodes():
             num_nodes += 1
-            provisional += len(node.key) if node.provisional else 0
             for key, slots in node.slices.items():
                 rows[key] = rows.get(key, 0) + slots.numel()
-        tree_tokens = tree.total_size()
+        now = self.now()
         token_bytes = 2 * self.kv_size * self.num_layers * self.dtype.itemsize
         allocator = tree.token_to_kv_pool_allocator
         in_use = allocator.size - allocator.available_size()
@@ -629,8 +643,7 @@ class Runtime:
             "schedule": self.schedule.name if self.schedule else None,
             "teams": self._team_names(),
             "tree_nodes": num_nodes,
-            "base_tokens": tree_tokens,
-            "base_bytes": tree_tokens * token_bytes,
+            "base_bytes": now["base_tokens"] * token_bytes,
             "base_tokens_in_use": in_use,
             "base_pool_tokens": allocator.size,
             "base_pool_bytes": sum(b.nbytes for b in (*kv_pool.k_buffer, *kv_pool.v_buffer)),
@@ -646,15 +659,11 @@ class Runtime:
             },
             "lr_pool_slots": pool.size if pool else 0,
             "lr_pool_bytes": pool.nbytes if pool else 0,
-            "lr_slots_in_use": pool.size - pool.available_size() if pool else 0,
             "lr_slots_evictable": tree.lr_evictable_size,
             "lr_slots_pinned": tree.lr_pinned_size,
             "peak_lr_bytes": self.peak_rows * self.slot_bytes if pool else 0,
-            "backlog_tokens": self.backlog.tokens(),
-            "backlog_age_s": round(self.backlog.oldest_age(), 3),
+            **now,
             "request_rows_in_use": rows_of_requests.size - rows_of_requests.available_size(),
-            "shadow_tokens": sum(shadow.num_slots for shadow in self.shadows),
-            "provisional_tokens": provisional,
             "step_cost_us": self.neutral.cost.prices() if self.scheduler else {},
             "problems": tree.check_integrity(),
             **{f"total_{name}": value for name, value in self.stats.as_dict().items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ CONTEXT = "Question: Why is the sky blue?\n\nThought: \n### Response:\n" * 6
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     args = ["--max-total-tokens", "6000", "--max-loras-per-batch", "4", "--context-length", "4096"]
-    args += ["--served-model-name", "smollm2", "--max-running-requests", "8"]
+    args += ["--served-model-name", "smollm2", "--max-running-requests", "8", "--enable-metrics"]
     with ServerProcess(ensure_demo_model(), demo_adapters(), args) as running:
         yield running
 
@@ -38,6 +39,30 @@ def test_the_default_method_is_rebaseshared(server: ServerProcess) -> None:
     assert state["method"] == "rebaseshared"
     assert state["schedule"] == "auto"
     assert state["teams"] == {"default": ["plan", "action", "reflect"]}
+
+
+def test_prometheus_has_what_is_owed_and_the_totals(
+    server: ServerProcess, client: openai.OpenAI
+) -> None:
+    client.completions.create(model="smollm2:plan", prompt=CONTEXT, max_tokens=4)
+    server.wait_for_backlog()
+
+    def metric(name: str) -> float:
+        lines = [
+            line for line in server.get("/metrics").splitlines() if line.startswith(f"{name}{{")
+        ]
+        assert len(lines) == 1, lines
+        assert 'model_name="smollm2"' in lines[0]
+        return float(lines[0].split()[-1])
+
+    state = server.state()
+    assert state["total_neutral"] > 0
+    deadline = time.monotonic() + 10  # they are renewed once a second
+    while metric("precache_neutral_total") != state["total_neutral"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for name in ("backlog_tokens", "backlog_age_s", "provisional_tokens", "base_tokens"):
+        assert metric(f"precache_{name}") == state[name]
 
 
 def test_completions_report_shared_tokens_after_a_role_switch(client: openai.OpenAI) -> None:
