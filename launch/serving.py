@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -37,6 +38,7 @@ from precache_sglang.schedules import SCHEDULES
 
 DEFAULT_VARIANTS = ("prelrshared", "rebaseshared:lp", "rebaseshared:db", "rebaseshared:auto:50")
 _STATE_EVERY = 0.5  # seconds between two looks at the backlog
+_DRAIN_LIMIT = 900.0  # seconds for what is owed when the load has ended
 
 
 @dataclass
@@ -64,7 +66,8 @@ class Load:
 
     @property
     def name(self) -> str:
-        return f"{self.rate:g} req/s" if self.rate is not None else f"{self.clients} clients"
+        load = f"{self.rate:g} req/s" if self.rate is not None else f"{self.clients} clients"
+        return f"{load} x{self.num_trajectories}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +103,7 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         urls = {
             variant: stack.enter_context(_Server(args, variant, trace))
-            for variant in (["running"] if args.url else args.variants)
+            for variant in (["running"] if args.url else dict.fromkeys(args.variants))
         }
         for url in urls.values():
             _warm_up(url, trace)
@@ -241,9 +244,15 @@ async def _run(
         await _offer(trajectory, len(trace), load, seed)
         end = time.perf_counter()
         while _owes(await _state(session)):
+            if time.perf_counter() - end > _DRAIN_LIMIT:
+                raise SystemExit(
+                    f"The backlog did not empty in {_DRAIN_LIMIT:.0f} s after the load"
+                )
             await asyncio.sleep(0.05)
         drained = time.perf_counter() - end
         watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
         after = await _state(session)
     figures = _figures(requests, end - start, drained, before, after, watch, args.ttft_limit)
     raw = [
@@ -353,7 +362,10 @@ class _Watch:
 
 async def _state(session: aiohttp.ClientSession) -> dict[str, Any]:
     async with session.get("/precache/state") as response:
-        state: dict[str, Any] = await response.json() if response.status == 200 else {}
+        if response.status == 404:
+            return {}  # stock SGLang
+        response.raise_for_status()
+        state: dict[str, Any] = await response.json()
         return state
 
 

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 CONTEXT = 2000  # tokens after which a client starts a new context
 DRAIN_LIMIT = 180.0  # seconds in which the backlog must be empty after the load
+AGE_LIMIT = 300.0  # seconds for which neutral work may be owed under the load
 
 
 class Soak:
@@ -87,7 +88,8 @@ class Soak:
     ) -> list[int] | None:
         """Send; after `patience` seconds hang up or ask for an abort. The whole output, if any."""
         self.serial += 1
-        body |= {"rid": f"soak-{self.serial}", "stream": body["sampling_params"]["n"] == 1}
+        # SGLang aborts by the beginning of an id: none may begin another.
+        body |= {"rid": f"soak-{self.serial:08}", "stream": body["sampling_params"]["n"] == 1}
         task = asyncio.create_task(self.answer(body))
         if patience is not None:
             await asyncio.wait([task], timeout=patience)
@@ -102,32 +104,31 @@ class Soak:
                 async with self.session.post("/abort_request", json={"rid": body["rid"]}):
                     self.outcomes["aborted"] += 1
         try:
-            return await task
+            answer = await task
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             self.failures.append(f"{type(error).__name__}: {error}")
             return None
+        end = answer.get("meta_info", {}).get("finish_reason", {}).get("type")
+        if end in ("length", "stop"):
+            self.outcomes["whole answers"] += 1
+            return list(answer["output_ids"])
+        if patience is None or "abort" not in str(answer).lower():
+            self.failures.append(f"an answer without an end: {str(answer)[:300]}")
+        return None
 
-    async def answer(self, body: dict[str, Any]) -> list[int] | None:
+    async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The last event of the answer, or what came instead."""
         async with self.session.post("/generate", json=body) as response:
             if response.status != 200:
-                text = (await response.text())[:300]
-                if "abort" not in text.lower():
-                    self.failures.append(f"{response.status} {text}")
-                return None
-            last: Any = None
+                return {"status": response.status, "text": (await response.text())[:300]}
+            last: dict[str, Any] = {}
             if body["stream"]:
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         last = json.loads(line[len(b"data: ") :])
             else:
                 last = (await response.json())[0]
-        if last is None or last.get("meta_info", {}).get("finish_reason", {}).get("type") not in (
-            "length",
-            "stop",
-        ):
-            return None
-        self.outcomes["whole answers"] += 1
-        return list(last["output_ids"])
+        return last
 
     async def watch(self) -> None:
         with tqdm(total=round(60 * self.args.minutes), unit="s", mininterval=10) as progress:
@@ -186,6 +187,14 @@ async def soak(args: argparse.Namespace, url: str) -> int:
         await load.run()
         state, took = await load.at_rest()
         load.check(state)
+        for wrong, found in (
+            ("no request was answered", not load.outcomes["whole answers"]),
+            ("no request was aborted", not load.outcomes["aborted"]),
+            ("nobody hung up", not load.outcomes["hung up"]),
+            (f"neutral work was {load.max_age:.0f} s old", load.max_age > AGE_LIMIT),
+        ):
+            if found:
+                load.failures.append(wrong)
         async with session.post("/flush_cache?timeout=60") as response:
             if response.status != 200:
                 load.failures.append(f"not flushed: {response.status}")

@@ -11,10 +11,10 @@ which replaces both in place once nobody reads them.
 
 from __future__ import annotations
 
+import itertools
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -80,12 +80,15 @@ class NeutralJob:
     def __post_init__(self) -> None:
         self.done = self.ahead = self.start
 
-    def blocks(self, req: Req, tokens: array[int]) -> bool:
-        """Whether `req` extends tokens that this job has not published yet."""
-        if req.extra_key != self.key.extra_key or req.cache_salt != self.key.cache_salt:
-            return False
-        request_key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-        return self.key.match(request_key) > self.done
+    def matched(self, key: RadixKey) -> int:
+        """Length of what `key` has in common with this job; 0 in another namespace."""
+        if (key.extra_key, key.cache_salt) != (self.key.extra_key, self.key.cache_salt):
+            return 0
+        return int(self.key.match(key))
+
+    def blocks(self, key: RadixKey) -> bool:
+        """Whether a request with the tokens `key` extends what is not published yet."""
+        return self.matched(key) > self.done
 
     def take(self, count: int) -> torch.Tensor:
         """The next `count` base slots, to be written in place."""
@@ -257,6 +260,9 @@ class Backlog:
         assert job.lock is not None
         return self.runtime.tree.is_neutral(job.lock.node)
 
+    def jobs_before(self, job: NeutralJob) -> Iterator[NeutralJob]:
+        return itertools.takewhile(lambda other: other is not job, self.jobs)
+
     # -- provisional ---------------------------------------------------------
 
     def publish_provisionally(self, job: NeutralJob) -> None:
@@ -292,10 +298,12 @@ class Backlog:
         if not path:
             self.rebases.remove(rebase)  # evicted, or rebased by another turn over the same
             return None
-        neutral = [node for node in path if not node.provisional]
-        if tree.readers(path[len(neutral)]):
+        # Below a provisional node there may be neutral ones, of a pass that had its own copy
+        # of the prefix. Computing them again, in place, changes nothing.
+        first = next(index for index, node in enumerate(path) if node.provisional)
+        if tree.readers(path[first]):
             return None
-        start = sum(len(node.key) for node in neutral)
+        start = sum(len(node.key) for node in path[:first])
         end = start + piece(start, sum(len(node.key) for node in path))
         rebase.start = start
         rebase.slots = tree.path_slots(tree.walk(rebase.key[:end]))[start:]
@@ -313,7 +321,8 @@ class Backlog:
                 if key != node.feeder:  # the rows of the turn's own role stay
                     tree.drop_slice(node, key)
         for key, owned in rows.items():
-            tree.give_rows(path, key, owned, end)
+            # A role reads rows of its own turn from that turn or from a replay, never from here.
+            tree.give_rows(path, key, owned, end, but_own=True)
             self.runtime.free_rows(owned.slots())
         rows.clear()
         self.runtime.stats.rebased += end - rebase.start
@@ -354,6 +363,8 @@ class Backlog:
             for held in (job.team_rows, {} if job.beside is None else job.beside.rows):
                 if (rows := held.pop(key, None)) is not None:
                     self.runtime.free_rows(rows.slots())
+            if job.beside is not None and key in job.beside.written:
+                job.beside.written.remove(key)  # loaded again, its rows would follow a gap
             if job.active_key == key and job.rows is not None:
                 self.runtime.free_rows(job.rows.slots())
                 job.rows = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from precache_sglang.backlog import NeutralJob, Rebase
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from precache_sglang.runtime import Runtime
 
+# Tokens of a neutral step, if so many are owed.
+_LEAST_PIECE = 32
 # Without chunked prefill there is no chunk to bound a piece by.
 _PIECE_WITHOUT_CHUNKING = 4096
 # Seconds after which what is owed gets steps of its own, however many users there are, and
@@ -55,7 +59,8 @@ class NeutralScheduler:
         self._batch: ScheduleBatch | None = None  # the neutral batch of the last step
         self._under_pressure = False
         self.cost = StepCost()
-        self._step: tuple[float, Load] | None = None  # start and load of the step that runs
+        # Start, load, and whether it decodes, of the step that runs.
+        self._step: tuple[float, Load, bool] | None = None
         self._credit = 0.0  # seconds for which spans may lengthen steps
         self._last_user_step = 0.0  # when the last step for users ended
         self._aged_after = 0.0  # when the next step for what is aged may start
@@ -77,7 +82,8 @@ class NeutralScheduler:
             spans = list(self._neutral_spans(batch, plan.running_batch))
             self.runtime.add_neutral_spans(batch, spans)
         positions = [*_positions(batch), *((span.start, span.end) for span in spans)]
-        self._step = (time.monotonic(), Load.of(positions))
+        decodes = not batch.forward_mode.is_extend()
+        self._step = (time.monotonic(), Load.of(positions), decodes)
         return plan
 
     def _note_step(self) -> None:
@@ -85,9 +91,9 @@ class NeutralScheduler:
         if self._step is None:
             return
         now = time.monotonic()
-        start, load = self._step
+        start, load, decodes = self._step
         self._step = None
-        self.cost.observe(load, now - start)
+        self.cost.observe(load, now - start, decodes)
         if self._batch is None:
             self._last_user_step = now
 
@@ -126,9 +132,12 @@ class NeutralScheduler:
         aged = self.backlog.oldest_age() > _MAX_AGE and now >= self._aged_after
         if (wanted or self._under_pressure or aged) and not (after_neutral and others):
             running_batch, last_batch = self._merged(running_batch, last_batch), None
-            batch = self._build(wanted) if wanted else self._build_any()
             if aged and not wanted:
+                batch = self._build_oldest()
                 self._aged_after = now + self._pause_after(batch)
+            else:
+                job = wanted or self._first_job()
+                batch = None if job is None else self._build(job)
             if batch is not None:
                 return _plan(batch, running_batch)
 
@@ -214,16 +223,20 @@ class NeutralScheduler:
         self._credit += _STEP_SHARE * step
         if batch.forward_mode.is_extend():
             return  # somebody waits for a first token
-        self._credit = min(self._credit, step)
+        # As much as a span over a running turn's context takes that is just worth it.
+        self._credit = min(self._credit, 2 * step)
         room = self._piece() - num_user_tokens(batch)
         for job in list(self.backlog.jobs):
             if job.ahead == job.done:
                 self.backlog.catch_up(job)
             if job not in self.backlog.jobs or not self.backlog.runnable(job):
                 continue
+            if any(other.matched(job.key) > job.ahead for other in self.backlog.jobs_before(job)):
+                continue  # what that one publishes need not be computed again
             count = self._affordable(job.ahead, job.end, room, is_last=True)
             if count:
                 room -= count
+                self._pay(job.ahead, count)
                 yield self.backlog.next_span(job, count)
         reqs = batch.reqs if batch is running_batch else [*running_batch.reqs, *batch.reqs]
         for shadow, end in self._shadows(reqs, batch):
@@ -232,16 +245,19 @@ class NeutralScheduler:
             slots = self._take_slots(count) if count else None
             if slots is not None:
                 room -= count
+                self._pay(shadow.done, count)
                 yield shadow.next_span(count, slots)
 
     def _affordable(self, start: int, end: int, room: int, is_last: bool) -> int:
-        """Tokens from `start` on that ride along now, paid for; 0 if it is not worth it."""
+        """Tokens from `start` on that there is credit for; 0 if it is not worth it."""
         count = self.cost.longest(start, min(end, start + room), self._credit)
         load = Load.of([(start, start + count)])
         if count <= 0 or not (self.cost.is_worth(load) or (is_last and start + count == end)):
             return 0
-        self._credit -= self.cost.added(load)
         return count
+
+    def _pay(self, start: int, count: int) -> None:
+        self._credit -= self.cost.added(Load.of([(start, start + count)]))
 
     def _shadows(self, reqs: list[Req], batch: ScheduleBatch) -> Iterator[tuple[Shadow, int]]:
         """Shadows of running turns, and how far each turn has fed by the end of this step.
@@ -276,7 +292,8 @@ class NeutralScheduler:
         if shadow.num_slots:
             return False
         tokens = shadow.tokens(0, end)
-        if any(job.blocks(shadow.req, tokens) for job in self.backlog.jobs):
+        key = _key_of(shadow.req, tokens)
+        if any(job.blocks(key) for job in self.backlog.jobs):
             return True
         for other in self.runtime.shadows:
             if other is shadow:
@@ -293,9 +310,11 @@ class NeutralScheduler:
         end = min(end, start + self._piece())
         if not self.runtime.may_publish_provisionally:
             return end - start
-        # A step of less than its constant part would be a waste.
         wait = self.runtime.settings.max_neutral_wait_ms * 1e-3
-        return max(1, self.cost.longest(start, end, max(wait - self.cost.fixed, self.cost.fixed)))
+        # Less than the constant part, or than what reading the context takes, would be a waste.
+        least = max(self.cost.fixed, 2 * self.cost.added(Load(context=start)))
+        count = self.cost.longest(start, end, max(wait - self.cost.fixed, least))
+        return max(count, min(_LEAST_PIECE, end - start))
 
     def _free_slots(self) -> int:
         return int(self.scheduler.token_to_kv_pool_allocator.available_size())
@@ -341,11 +360,11 @@ class NeutralScheduler:
         held: list[Req] = []
         wanted: NeutralJob | None = None
         for req in self.scheduler.waiting_queue:
-            tokens = req.origin_input_ids + req.output_ids
-            for job in [job for job in self.backlog.jobs if job.blocks(req, tokens)]:
+            key = _key_of(req, req.origin_input_ids + req.output_ids)
+            for job in [job for job in self.backlog.jobs if job.blocks(key)]:
                 self.backlog.catch_up(job)
-            blocking = [job for job in self.backlog.jobs if job.blocks(req, tokens)]
-            if blocking and self._loses_patience(req, blocking):
+            blocking = [job for job in self.backlog.jobs if job.blocks(key)]
+            if blocking and self._loses_patience(req, key, blocking):
                 for job in blocking:
                     self.backlog.publish_provisionally(job)
             elif blocking:
@@ -353,7 +372,7 @@ class NeutralScheduler:
                 wanted = wanted or blocking[0]
         return held, wanted
 
-    def _loses_patience(self, req: Req, jobs: list[NeutralJob]) -> bool:
+    def _loses_patience(self, req: Req, key: RadixKey, jobs: list[NeutralJob]) -> bool:
         """Whether `req` is to go on without the neutral passes of `jobs`.
 
         It does not start to wait if the wait would be too long by what steps have cost.
@@ -366,8 +385,9 @@ class NeutralScheduler:
         now = time.monotonic()
         if state.held_since is None:
             state.held_since = now
-        wait = now - state.held_since
-        wait += sum(self.cost.seconds(Load.of([(job.done, job.end)])) for job in jobs)
+        # Jobs over the same tokens publish for each other.
+        owed = (min(job.done for job in jobs), max(job.matched(key) for job in jobs))
+        wait = now - state.held_since + self.cost.seconds(Load.of([owed]))
         return wait >= self.runtime.settings.max_neutral_wait_ms * 1e-3
 
     def _first_job(self) -> NeutralJob | None:
@@ -382,6 +402,19 @@ class NeutralScheduler:
             end = self.backlog.prepare(rebase, self._own_piece)
             if end is not None:
                 return self._batch_of(rebase, end)
+        return None
+
+    def _build_oldest(self) -> ScheduleBatch | None:
+        """A piece of what has been owed, or been provisional, for longest and can go on."""
+        rebases = [(rebase.created, rebase) for rebase in self.backlog.rebases]
+        jobs = [(job.created, job) for job in self.backlog.jobs]
+        for _, work in sorted([*jobs, *rebases], key=lambda item: item[0]):
+            if isinstance(work, Rebase):
+                end = self.backlog.prepare(work, self._own_piece)
+                if end is not None:
+                    return self._batch_of(work, end)
+            elif self.backlog.runnable(work):
+                return self._build(work)
         return None
 
     def _build(self, job: NeutralJob) -> ScheduleBatch | None:
@@ -447,6 +480,10 @@ class NeutralScheduler:
             self.backlog.catch_up(job)
         batch.reqs = []
         return True
+
+
+def _key_of(req: Req, tokens: array[int]) -> RadixKey:
+    return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
 
 
 def _positions(batch: ScheduleBatch) -> list[tuple[int, int]]:

@@ -349,8 +349,12 @@ class PrecacheRadixCache(RadixCache):
         rows: OwnedSlots,
         end: int,
         reader: Req | None = None,
+        but_own: bool = False,
     ) -> None:
-        """Attach ``rows`` (from their start up to `end`) as slices of `key` on `path`."""
+        """Attach ``rows`` (from their start up to `end`) as slices of `key` on `path`.
+
+        With `but_own` not to nodes that the adapter itself fed.
+        """
         if key in self.dead_keys:
             return  # The adapter is gone; the owner frees them when it is released.
         now = time.monotonic()
@@ -364,7 +368,7 @@ class PrecacheRadixCache(RadixCache):
                 continue
             slots = rows.take_until(position)
             assert slots.numel() == len(node.key), "rows start at a node's edge"
-            if key not in node.slices:
+            if key not in node.slices and not (but_own and node.feeder == key):
                 self._add_slice(node, key, slots, now)
                 continue
             if reader is not None and reader.kv.holds_kv:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,8 +13,6 @@ from scipy.optimize import nnls
 # Steps remembered of each kind, decode and prefill, and how often the fit is renewed.
 _REMEMBERED = 64
 _RENEW_EVERY = 8
-# Steps of at least so many tokens count as prefill.
-_PREFILL_TOKENS = 64
 
 
 class Load(NamedTuple):
@@ -50,24 +49,24 @@ class StepCost:
 
     def __init__(self) -> None:
         # Two made-up steps, until real ones push them out.
-        self._steps = {
-            False: deque([(Load(1, 500, 500), 0.05)], maxlen=_REMEMBERED),
-            True: deque([(Load(512, 512, 131_000), 0.3)], maxlen=_REMEMBERED),
-        }
-        self._until_fit = 0
+        self._decode = deque([(Load(1, 500, 500), 0.05)], maxlen=_REMEMBERED)
+        self._others = deque([(Load(512, 512, 131_000), 0.3)], maxlen=_REMEMBERED)
+        self._until_fit = _RENEW_EVERY
         self._prices = self._fit()
 
-    def observe(self, load: Load, seconds: float) -> None:
-        self._steps[load.tokens >= _PREFILL_TOKENS].append((load, seconds))
+    def observe(self, load: Load, seconds: float, decodes: bool) -> None:
+        (self._decode if decodes else self._others).append((load, seconds))
         self._until_fit -= 1
         if self._until_fit <= 0:
             self._until_fit = _RENEW_EVERY
-            self._prices = self._fit()
+            # Without an answer within its iterations the prices stay as they are.
+            with contextlib.suppress(RuntimeError):
+                self._prices = self._fit()
 
     def _fit(self) -> np.ndarray:
-        steps = [step for kind in self._steps.values() for step in kind]
+        steps = [*self._decode, *self._others]
         features = np.array([(1.0, *load) for load, _ in steps])
-        seconds = np.array([max(taken, 1e-6) for _, taken in steps])
+        seconds = np.array([max(taken, 1e-4) for _, taken in steps])
         scale = features.max(axis=0)
         prices, _ = nnls(features / scale / seconds[:, None], np.ones(len(steps)))
         return prices / scale

@@ -139,6 +139,28 @@ def test_provisional_turns_age_too(owing: Callable[..., Scheduling]) -> None:
     assert not backlog.rebases and backlog.oldest_age() == 0
 
 
+def test_what_is_oldest_ages_first(owing: Callable[..., Scheduling]) -> None:
+    """A steady flow of finished turns does not keep a provisional one from its rebase."""
+    scheduling = owing(max_neutral_wait_ms=0)
+    backlog = scheduling.engine.runtime.backlog
+    backlog.publish_provisionally(backlog.jobs[0])
+    scheduling.busy = True
+    scheduling.clock.now += neutral_module._MAX_AGE + 1
+    scheduling.engine.turn("action", [1, 2, 3], extra_key="else")
+    assert scheduling.step() == "neutral"
+    assert not backlog.rebases and len(backlog.jobs) == 1
+
+
+def test_a_full_queue_is_no_reason_to_rebase(owing: Callable[..., Scheduling]) -> None:
+    """Provisional nodes can be evicted as they are: a rebase makes no room."""
+    scheduling = owing(max_neutral_wait_ms=0)
+    backlog = scheduling.engine.runtime.backlog
+    backlog.publish_provisionally(backlog.jobs[0])
+    scheduling.busy = True
+    scheduling.scheduler.waiting_queue = [scheduling.engine.start("action", [1, 2, 3])]
+    assert {scheduling.step() for _ in range(20)} == {"users"}
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_with_a_bound_an_idle_engine_waits_a_moment_for_the_next_turn(
     owing: Callable[..., Scheduling], arrives: bool
@@ -206,6 +228,22 @@ def test_a_wait_that_would_be_too_long_is_not_begun(
     held, wanted = scheduling.engine.runtime.neutral._held_requests()
     assert (held, wanted) == (([req], backlog.jobs[0]) if waits else ([], None))
     assert bool(backlog.rebases) is not waits
+
+
+def test_turns_over_the_same_tokens_are_waited_for_once(owing: Callable[..., Scheduling]) -> None:
+    scheduling = owing(max_neutral_wait_ms=1000)
+    neutral = scheduling.engine.runtime.neutral
+    for role in ("action", "reflect"):
+        scheduling.engine.turn(role, TEXT[:20], answer=[7] * 10)
+    req = scheduling.engine.start("action", TEXT[:25])
+    scheduling.engine.tree.unlock(req.lock)
+    scheduling.scheduler.waiting_queue = [req]
+    scheduling.clock.now += 5.0
+    neutral._held_requests()
+    scheduling.clock.now += 1.0 - neutral.cost.seconds(Load.of([(0, 20)])) - 0.001
+    assert neutral._held_requests()[0] == [req]
+    scheduling.clock.now += 0.002
+    assert neutral._held_requests()[0] == []
 
 
 def test_a_wait_ends_when_it_has_been_too_long(owing: Callable[..., Scheduling]) -> None:

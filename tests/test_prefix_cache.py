@@ -787,7 +787,8 @@ def test_a_job_blocks_requests_that_extend_its_tokens(make: Callable[..., Engine
     def blocked(tokens: list[int], **names: Any) -> bool:
         req = engine.start("action", tokens, **names)
         engine.tree.unlock(req.lock)
-        return job.blocks(req, req.full_untruncated_fill_ids)
+        tokens = req.full_untruncated_fill_ids
+        return job.blocks(RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
 
     assert blocked(TEXT[:12]) and blocked(TEXT[:10]) and blocked(TEXT[:1])
     assert not blocked([1, 2, 3])
@@ -890,7 +891,7 @@ def test_a_turn_that_is_given_up_takes_its_pass_with_it(
 
 def rider(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, each: int) -> Engine:
     """An engine that owes plan's turn over ``TEXT[:12]``, and lets `each` tokens ride a step."""
-    engine = make("rebaseshared", schedule="auto", base_slots=40, max_neutral_wait_ms=0)
+    engine = make("rebaseshared", schedule="auto", base_slots=60, max_neutral_wait_ms=0)
     engine.runtime.schedule = SCHEDULES["lp"]
     engine.turn("plan", TEXT[:12])
     engine.runtime.schedule = SCHEDULES["auto"]
@@ -969,6 +970,38 @@ def test_a_job_that_is_half_computed_beside_others_is_kept_or_dropped_whole(
     engine.check_idle()
 
 
+def test_jobs_over_the_same_tokens_ride_once(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rider(make, monkeypatch, each=5)
+    engine.runtime.schedule = SCHEDULES["lp"]
+    engine.turn("reflect", TEXT[:12])
+    engine.runtime.schedule = SCHEDULES["auto"]
+    first, second = engine.runtime.backlog.jobs
+    engine.turn("action", [1, 2, 3], answer=[4], extra_key="else")
+    assert (first.ahead, second.ahead) == (5, 0)
+    engine.drain()
+    engine.check_idle()
+
+
+def test_rows_of_an_adapter_that_comes_back_do_not_follow_a_gap(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rider(make, monkeypatch, each=5)
+    other = engine.start("action", [1, 2, 3], extra_key="else")
+    engine.extend(other)
+    engine.decode(other, 4)
+    engine.unload("reflect")
+    engine.load("reflect")
+    engine.decode(other, 5)
+    engine.decode(other, 6)
+    engine.finish(other)
+    assert engine.covered(TEXT[:12], "reflect") == [(12, False)]
+    assert engine.covered(TEXT[:12], "action") == [(12, True)]
+    engine.drain()
+    engine.check_idle()
+
+
 # -- provisional ---------------------------------------------------------------------------
 
 
@@ -1031,6 +1064,44 @@ def test_an_adapter_free_turn_over_provisional_base_is_provisional(
     assert [node.provisional for node in engine.path(TEXT[:16])] == [True, True]
     engine.drain()
     assert [node.provisional for node in engine.path(TEXT[:16])] == [False, False]
+    engine.check_idle()
+
+
+def test_neutral_base_below_a_provisional_turn_waits_for_its_readers(
+    make: Callable[..., Engine],
+) -> None:
+    """A pass with a copy of its own goes on where another turn was published provisionally."""
+    engine = make("rebaseshared", schedule="db", max_neutral_wait_ms=0)
+    long = engine.start("plan", TEXT[:12])
+    engine.extend(long)
+    assert state_of(long).shadow.done == 12
+    engine.runtime.schedule = SCHEDULES["lp"]
+    engine.turn("action", TEXT[:8])
+    engine.runtime.backlog.publish_provisionally(one_job(engine))
+    engine.finish(long)
+    nodes = [(len(node.key), node.provisional) for node in engine.path(TEXT[:12])]
+    assert nodes == [(8, True), (4, False)]
+    engine.turn("reflect", TEXT[:15])  # behind provisional base: provisional
+    reader = engine.start("action", TEXT[:9])
+    engine.extend(reader)
+    assert not engine.neutral_step(), "somebody reads where it would begin"
+    engine.check()
+    engine.finish(reader)
+    engine.drain()
+    assert not any(node.provisional for node in engine.tree.nodes())
+    assert engine.runtime.backlog.rebases == deque()
+    engine.check_idle()
+
+
+def test_a_role_that_lost_the_rows_of_its_own_turn_replays_it(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseshared", max_neutral_wait_ms=0)
+    engine.turn("plan", TEXT[:12])
+    while engine.runtime.backlog.drop_rows():
+        pass
+    engine.runtime.backlog.publish_provisionally(one_job(engine))
+    engine.drain()
+    assert engine.covered(TEXT[:12], "plan") == [(12, False)]
+    assert engine.covered(TEXT[:12], "action") == [(12, True)]
     engine.check_idle()
 
 
