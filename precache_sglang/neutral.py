@@ -406,9 +406,8 @@ class NeutralScheduler:
 
     def _build_oldest(self) -> ScheduleBatch | None:
         """A piece of what has been owed, or been provisional, for longest and can go on."""
-        rebases = [(rebase.created, rebase) for rebase in self.backlog.rebases]
-        jobs = [(job.created, job) for job in self.backlog.jobs]
-        for _, work in sorted([*jobs, *rebases], key=lambda item: item[0]):
+        owed: list[NeutralJob | Rebase] = [*self.backlog.jobs, *self.backlog.rebases]
+        for work in sorted(owed, key=lambda work: work.created):
             if isinstance(work, Rebase):
                 end = self.backlog.prepare(work, self._own_piece)
                 if end is not None:

@@ -200,7 +200,7 @@ def test_bench_serving_replays_trajectories_against_a_running_server(
         ]
     )
     rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
-    assert [row["load"] for row in rows] == ["6 req/s", "2 clients"]
+    assert [row["load"] for row in rows] == ["6 req/s x3", "2 clients x3"]
     for row in rows:
         assert (row["requests"], row["errors"]) == (9, 0)
         assert 0 < row["ttft_p50_s"] <= row["ttft_p99_s"]
