@@ -20,7 +20,6 @@ import platform
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -100,7 +99,7 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     loads = _loads(args)
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         urls = {
             variant: stack.enter_context(_Server(args, variant, trace))
             for variant in (["running"] if args.url else dict.fromkeys(args.variants))

@@ -92,7 +92,7 @@ class Exporter:
         if now < self._next:
             return
         self._next = now + _EXPORT_EVERY
-        for name, value in runtime.now().items():
+        for name, value in runtime.gauges().items():
             self._gauges[name].set(value)
         totals = runtime.stats.as_dict()
         for name, counter in self._counters.items():

@@ -252,9 +252,8 @@ class NeutralScheduler:
         """Tokens from `start` on that there is credit for; 0 if it is not worth it."""
         count = self.cost.longest(start, min(end, start + room), self._credit)
         load = Load.of([(start, start + count)])
-        if count <= 0 or not (self.cost.is_worth(load) or (is_last and start + count == end)):
-            return 0
-        return count
+        is_worth = self.cost.is_worth(load) or (is_last and start + count == end)
+        return count if count > 0 and is_worth else 0
 
     def _pay(self, start: int, count: int) -> None:
         self._credit -= self.cost.added(Load.of([(start, start + count)]))
@@ -395,19 +394,15 @@ class NeutralScheduler:
 
     def _build_any(self) -> ScheduleBatch | None:
         """A piece of whatever can go on: of the backlog, or of what is to be rebased."""
-        job = self._first_job()
-        if job is not None:
-            return self._build(job)
-        for rebase in list(self.backlog.rebases):
-            end = self.backlog.prepare(rebase, self._own_piece)
-            if end is not None:
-                return self._batch_of(rebase, end)
-        return None
+        return self._build_first([*self.backlog.jobs, *self.backlog.rebases])
 
     def _build_oldest(self) -> ScheduleBatch | None:
         """A piece of what has been owed, or been provisional, for longest and can go on."""
         owed: list[NeutralJob | Rebase] = [*self.backlog.jobs, *self.backlog.rebases]
-        for work in sorted(owed, key=lambda work: work.created):
+        return self._build_first(sorted(owed, key=lambda work: work.created))
+
+    def _build_first(self, owed: list[NeutralJob | Rebase]) -> ScheduleBatch | None:
+        for work in owed:
             if isinstance(work, Rebase):
                 end = self.backlog.prepare(work, self._own_piece)
                 if end is not None:

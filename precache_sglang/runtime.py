@@ -609,8 +609,8 @@ class Runtime:
 
     # -- reports -------------------------------------------------------------
 
-    def now(self) -> dict[str, float]:
-        """What is so now, for `state` and for gauges."""
+    def gauges(self) -> dict[str, float]:
+        """What is so now, for `state` and for Prometheus."""
         pool = self.lr_pool
         return {
             "backlog_tokens": self.backlog.tokens(),
@@ -633,7 +633,7 @@ class Runtime:
             num_nodes += 1
             for key, slots in node.slices.items():
                 rows[key] = rows.get(key, 0) + slots.numel()
-        now = self.now()
+        gauges = self.gauges()
         token_bytes = 2 * self.kv_size * self.num_layers * self.dtype.itemsize
         allocator = tree.token_to_kv_pool_allocator
         in_use = allocator.size - allocator.available_size()
@@ -643,7 +643,7 @@ class Runtime:
             "schedule": self.schedule.name if self.schedule else None,
             "teams": self._team_names(),
             "tree_nodes": num_nodes,
-            "base_bytes": now["base_tokens"] * token_bytes,
+            "base_bytes": gauges["base_tokens"] * token_bytes,
             "base_tokens_in_use": in_use,
             "base_pool_tokens": allocator.size,
             "base_pool_bytes": sum(b.nbytes for b in (*kv_pool.k_buffer, *kv_pool.v_buffer)),
@@ -662,7 +662,7 @@ class Runtime:
             "lr_slots_evictable": tree.lr_evictable_size,
             "lr_slots_pinned": tree.lr_pinned_size,
             "peak_lr_bytes": self.peak_rows * self.slot_bytes if pool else 0,
-            **now,
+            **gauges,
             "request_rows_in_use": rows_of_requests.size - rows_of_requests.available_size(),
             "step_cost_us": self.neutral.cost.prices() if self.scheduler else {},
             "problems": tree.check_integrity(),
