@@ -274,6 +274,7 @@ class NeutralScheduler:
             state = state_of(req)
             if (
                 state.shadow is None
+                and not state.gave_way
                 and state.adapter is not None
                 and not req.finished()
                 and self.runtime.tree.is_neutral(req.last_node)
@@ -356,20 +357,23 @@ class NeutralScheduler:
 
     def _held_requests(self) -> tuple[list[Req], NeutralJob | None]:
         """Waiting requests that extend the backlog, and the job the first one needs first."""
-        held: list[Req] = []
-        wanted: NeutralJob | None = None
-        for req in self.scheduler.waiting_queue:
-            key = _key_of(req, req.origin_input_ids + req.output_ids)
-            for job in [job for job in self.backlog.jobs if job.blocks(key)]:
+        keys = [
+            (req, _key_of(req, req.origin_input_ids + req.output_ids))
+            for req in self.scheduler.waiting_queue
+        ]
+        for req, key in keys:
+            for job in self._blocking(key):
                 self.backlog.catch_up(job)
-            blocking = [job for job in self.backlog.jobs if job.blocks(key)]
+            blocking = self._blocking(key)
             if blocking and self._loses_patience(req, key, blocking):
                 for job in blocking:
                     self.backlog.publish_provisionally(job)
-            elif blocking:
-                held.append(req)
-                wanted = wanted or blocking[0]
-        return held, wanted
+        # Only now: what one request could not wait for, those before it need not wait for.
+        waits = [(req, blocking) for req, key in keys if (blocking := self._blocking(key))]
+        return [req for req, _ in waits], waits[0][1][0] if waits else None
+
+    def _blocking(self, key: RadixKey) -> list[NeutralJob]:
+        return [job for job in self.backlog.jobs if job.blocks(key)]
 
     def _loses_patience(self, req: Req, key: RadixKey, jobs: list[NeutralJob]) -> bool:
         """Whether `req` is to go on without the neutral passes of `jobs`.

@@ -395,6 +395,7 @@ class PrecacheRadixCache(RadixCache):
             state.pinned = False
         state.tabled = False
         state.detached = False
+        state.gave_way = False
 
     # -- slices --------------------------------------------------------------
 
@@ -495,6 +496,8 @@ class PrecacheRadixCache(RadixCache):
             return self.runtime.backlog.drop_oldest()
         shadow = self.runtime.shadows[-1]
         held = shadow.num_slots
+        # Begun again it would be taken again, and its tokens computed many times.
+        state_of(shadow.req).gave_way = True
         shadow.release()
         return held
 

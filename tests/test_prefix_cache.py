@@ -850,11 +850,18 @@ def test_a_user_gets_the_slots_that_a_pass_beside_a_turn_holds(
     assert state_of(first).shadow.num_slots == 9
     second = engine.start("action", [1, 2, 3, 4, 5, 6, 7, 8])
     engine.extend(second)  # of six free slots
-    assert state_of(first).shadow is None or state_of(first).shadow.num_slots == 0
-    engine.check()
-    engine.finish(first)
+    assert state_of(first).shadow is None
     engine.finish(second)
     engine.drain()
+    # Computed once beside and once after the turn, and not again with every step.
+    before = engine.runtime.stats.neutral_beside
+    for token in (1, 2, 3):
+        engine.decode(first, token)
+    assert engine.runtime.stats.neutral_beside == before
+    engine.check()
+    engine.finish(first)
+    engine.drain()
+    assert all(covered for _, covered in engine.covered([*TEXT[:9], 1, 2], "action"))
     engine.check_idle()
 
 
