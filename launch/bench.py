@@ -88,11 +88,11 @@ def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             for name, trace in traces.items():
                 for repeat in range(args.repeats):
                     tokens = tokens_for(trace, VOCABULARY, seed=repeat)
-                    for variant in variants.rotated(list(servers), repeat):
-                        replay = replay_trace(servers[variant], trace, tokens)
-                        runs[name].setdefault(variant, []).append(replay)
+                    for running in variants.rotated(list(servers), repeat):
+                        replay = replay_trace(servers[running], trace, tokens)
+                        runs[name].setdefault(running, []).append(replay)
                         print(
-                            f"[{variant}] {name} run {repeat + 1}/{args.repeats}: TTFT "
+                            f"[{running}] {name} run {repeat + 1}/{args.repeats}: TTFT "
                             f"{replay.ttft_ms / 1e3:.2f} s, total {replay.total_ms / 1e3:.2f} s",
                             flush=True,
                         )
