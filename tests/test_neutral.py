@@ -12,6 +12,7 @@ from engine import Engine
 from standins import quiet_imports
 
 with quiet_imports():
+    from precache_sglang.patches import scheduler as scheduler_patches
     from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
     from precache_sglang import backlog as backlog_module
@@ -321,3 +322,42 @@ def test_a_wait_ends_when_it_has_been_too_long(owing: Callable[..., Scheduling])
     scheduling.clock.now += 0.02
     assert neutral._held_requests()[0] == []
     assert state_of(req).held_since == 1000.0
+
+
+def test_a_request_that_waits_again_may_wait_as_long_again(
+    owing: Callable[..., Scheduling],
+) -> None:
+    scheduling = owing(max_neutral_wait_ms=1000)
+    engine, neutral = scheduling.engine, scheduling.engine.runtime.neutral
+    req = engine.start("action", TEXT[:25])
+    engine.tree.unlock(req.lock)
+    scheduling.scheduler.waiting_queue = [req]
+    assert neutral._held_requests()[0] == [req]
+    scheduling.scheduler.waiting_queue = []
+    engine.drain()
+    engine.admit(req)
+    engine.extend(req)
+    engine.retract(req)
+    engine.turn("plan", TEXT[:25])
+    scheduling.clock.now += 5.0
+    scheduling.scheduler.waiting_queue = [req]
+    assert neutral._held_requests()[0] == [req]
+
+
+def test_health_is_answered_between_neutral_steps(
+    owing: Callable[..., Scheduling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduling = owing(piece=8)
+    runtime = scheduling.engine.runtime
+    monkeypatch.setattr(scheduler_patches, "current", lambda: runtime)
+    monkeypatch.setattr(runtime, "require_rows_stored", lambda batch: None)
+    answered: list[str] = []
+    scheduling.scheduler.maybe_send_health_check_signal = lambda: answered.append("health")
+
+    def original(*_: Any) -> None:
+        answered.append("users")
+
+    for _ in range(3):
+        batch = runtime.neutral._build_any()
+        scheduler_patches.around_process_batch_result(original, scheduling.scheduler, batch, None)
+    assert answered == ["health"] * 3
