@@ -3,31 +3,39 @@
 ``single-stream``, one trajectory at a time, is here; ``serving``, many at once, in
 `precache_sglang.launch.serving`.
 
-For every method one server; on it every trace `--repeats` times, the cache flushed in
-between. TTFT counts from an agent's call, which follows the neutral pass of the turn
-before it; total time includes the neutral passes.
+Every variant has a server, and every trace is replayed on it `--repeats` times, the cache
+flushed in between. `--servers-at-once` of them are up together and take turns with every
+repeat, in another order each time. TTFT counts from an agent's call, which follows the
+neutral pass of the turn before it; total time includes the neutral passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from precache_sglang.launch import serving
+from precache_sglang.launch import serving, variants
 from precache_sglang.launch.model import ensure_demo_model, trace_adapters
 from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.replay import Replay, replay_trace
-from precache_sglang.launch.report import median_of, plot_ttft, table, write_json
+from precache_sglang.launch.report import (
+    median_of,
+    plot_by_trace,
+    plot_ttft,
+    table,
+    table_by_trace,
+    write_json,
+)
 from precache_sglang.launch.traces import VOCABULARY, load_trace, tokens_for, total_len
+from precache_sglang.launch.variants import Variant
 
-from precache_sglang.methods import METHODS, OFF
-
-DEFAULT_METHODS = ("off", "nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
+DEFAULT_VARIANTS = ("off", "nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
 
 
 def bench(argv: Sequence[str]) -> None:
@@ -35,10 +43,9 @@ def bench(argv: Sequence[str]) -> None:
     commands = parser.add_subparsers(dest="what", required=True)
     single = commands.add_parser("single-stream", help="one trajectory at a time")
     single.add_argument("--traces", nargs="+", default=["5.0k"], help="names or CSV files")
-    single.add_argument(
-        "--methods", nargs="+", default=list(DEFAULT_METHODS), choices=[*METHODS, OFF]
-    )
+    variants.add_argument(single, DEFAULT_VARIANTS)
     single.add_argument("--repeats", type=int, default=3)
+    single.add_argument("--servers-at-once", type=int, default=3, help="about 4 GB of memory each")
     single.add_argument("--model", help="model folder; default: the demo model, built once")
     single.add_argument("--adapters", nargs="+", metavar="ROLE=PATH", help="default: shipped")
     single.add_argument("--dtype", default="bfloat16")
@@ -56,7 +63,9 @@ def bench(argv: Sequence[str]) -> None:
 def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Run the comparison; print and save it. Returns trace -> method -> medians."""
     model = Path(args.model) if args.model else ensure_demo_model()
-    traces = {name: load_trace(name) for name in args.traces}
+    traces = {Path(name).name.removesuffix(".csv"): load_trace(name) for name in args.traces}
+    if len(traces) < len(args.traces):
+        raise SystemExit(f"--traces {' '.join(args.traces)}: two of them have one name")
     agents = {turn.agent for trace in traces.values() for turn in trace}
     adapters = (
         dict(item.split("=", 1) for item in args.adapters)
@@ -64,50 +73,75 @@ def single_stream(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         else trace_adapters(model, agents)
     )
     longest = max(total_len(trace) for trace in traces.values())
+    compared = list(dict.fromkeys(args.variants))
     runs: dict[str, dict[str, list[Replay]]] = {name: {} for name in traces}
-    results: dict[str, dict[str, dict[str, Any]]] = {}
     args.out.mkdir(parents=True, exist_ok=True)
-    for method in args.methods:
-        flags = server_flags(method, longest, len(adapters), args.dtype) + args.server_args
-        print(f"[{method}] starting the server", flush=True)
-        with ServerProcess(model, adapters, flags, env=LONG_CONTEXT) as server:
-            warm_up(server, list(adapters))
+    for group in _groups(compared, args.servers_at_once):
+        with contextlib.ExitStack() as stack:
+            servers = {}
+            for variant in group:
+                flags = server_flags(variant, longest, len(adapters), args.dtype)
+                print(f"[{variant}] starting the server", flush=True)
+                server = ServerProcess(model, adapters, flags + args.server_args, LONG_CONTEXT)
+                servers[str(variant)] = stack.enter_context(server)
+                warm_up(server, list(adapters))
             for name, trace in traces.items():
                 for repeat in range(args.repeats):
-                    replay = replay_trace(server, trace, tokens_for(trace, VOCABULARY, seed=repeat))
-                    runs[name].setdefault(method, []).append(replay)
-                    print(
-                        f"[{method}] {name} run {repeat + 1}/{args.repeats}: "
-                        f"TTFT {replay.ttft_ms / 1e3:.2f} s, total {replay.total_ms / 1e3:.2f} s",
-                        flush=True,
-                    )
-        # Written after every method: a long comparison that is cut short keeps what it has.
-        results = {
-            name: {done: median_of(replays) for done, replays in by_method.items()}
-            for name, by_method in runs.items()
-        }
-        write_json(
-            args.out / "single_stream.json",
-            {
-                "date": date.today().isoformat(),
-                "machine": f"{os.cpu_count()} x {platform.machine()}, {args.dtype}",
-                "repeats": args.repeats,
-                "traces": results,
-            },
-        )
-    for name, by_method in results.items():
-        print(f"\ntrace {name}, medians of {args.repeats}, {args.dtype}\n{table(by_method)}")
-        plot_ttft(by_method, f"TTFT by turn, trace {name}", args.out / f"ttft_{name}.png")
+                    tokens = tokens_for(trace, VOCABULARY, seed=repeat)
+                    for running in variants.rotated(list(servers), repeat):
+                        replay = replay_trace(servers[running], trace, tokens)
+                        runs[name].setdefault(running, []).append(replay)
+                        print(
+                            f"[{running}] {name} run {repeat + 1}/{args.repeats}: TTFT "
+                            f"{replay.ttft_ms / 1e3:.2f} s, total {replay.total_ms / 1e3:.2f} s",
+                            flush=True,
+                        )
+                # A long comparison that is cut short keeps what it has.
+                _save(args, runs)
+    results = _save(args, runs)
+    for name, by_variant in results.items():
+        print(f"\ntrace {name}, medians of {args.repeats}, {args.dtype}\n{table(by_variant)}")
+        plot_ttft(by_variant, f"TTFT by turn, trace {name}", args.out / f"ttft_{name}.png")
+    if len(results) > 1:
+        print(f"\nTTFT in seconds (nonshared / this), by trace\n{table_by_trace(results)}")
+        plot_by_trace(results, args.out / "ttft_by_trace.png")
     print(f"\nNumbers and plots: {args.out}")
     return results
 
 
-def server_flags(method: str, longest: int, num_adapters: int, dtype: str) -> list[str]:
+def _groups(compared: list[Variant], size: int) -> Iterator[list[Variant]]:
+    if size < 1:
+        raise SystemExit(f"--servers-at-once {size}: give at least 1")
+    for start in range(0, len(compared), size):
+        yield compared[start : start + size]
+
+
+def _save(
+    args: argparse.Namespace, runs: dict[str, dict[str, list[Replay]]]
+) -> dict[str, dict[str, Any]]:
+    results = {
+        name: {variant: median_of(replays) for variant, replays in by_variant.items()}
+        for name, by_variant in runs.items()
+    }
+    write_json(
+        args.out / "single_stream.json",
+        {
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} x {platform.machine()}, {args.dtype}",
+            "repeats": args.repeats,
+            "servers_at_once": args.servers_at_once,
+            "traces": results,
+        },
+    )
+    return results
+
+
+def server_flags(variant: Variant, longest: int, num_adapters: int, dtype: str) -> list[str]:
     """Flags for a comparison: room for the whole trajectory of every role, one dtype."""
     context = longest + 512
     tokens = context * (num_adapters + 1)
     return [
-        *("--precache-method", method),
+        *variant.flags(),
         *("--dtype", dtype),
         *("--context-length", str(context)),
         *("--max-total-tokens", str(tokens)),

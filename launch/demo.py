@@ -27,6 +27,7 @@ from precache_sglang.launch.replay import Replay, replay_text, replay_trace
 from precache_sglang.launch.report import median_of, plot_ttft, table, write_json
 from precache_sglang.launch.traces import load_trace, tokens_for, total_len
 from precache_sglang.launch.trajectories import Trajectory, load_trajectories
+from precache_sglang.launch.variants import Variant
 from tqdm import tqdm
 
 from precache_sglang.methods import METHODS
@@ -55,7 +56,7 @@ def demo(argv: Sequence[str]) -> None:
     texts: dict[str, list[Replay]] = {}
     traces: dict[str, Replay] = {}
     for method in args.methods:
-        flags = server_flags(method, total_len(trace), len(adapters), "bfloat16")
+        flags = server_flags(Variant(method), total_len(trace), len(adapters), "bfloat16")
         print(f"\n=== {method}: {METHODS[method].summary}")
         with (
             tqdm(total=num_turns, desc="starting the server", unit="turn", leave=False) as bar,

@@ -43,13 +43,13 @@ def table(results: dict[str, dict[str, Any]], baseline: str = "nonshared") -> st
     """One line per method; ratios say how many times better than `baseline`."""
     base = results.get(baseline)
     header = (
-        f"{'method':<14}{'TTFT s':>9}{'(min-max)':>16}{'ratio':>7}{'total s':>9}{'ratio':>7}"
+        f"{'variant':<22}{'TTFT s':>9}{'(min-max)':>16}{'ratio':>7}{'total s':>9}{'ratio':>7}"
         f"{'tokens/s':>10}{'shared':>8}{'base MiB':>10}{'LR MiB':>8}"
     )
     lines = [header, "-" * len(header)]
     for method, result in results.items():
         lines.append(
-            f"{method:<14}{result['ttft_ms'] / 1e3:>9.2f}{_spread(result, 'ttft_ms'):>16}"
+            f"{method:<22}{result['ttft_ms'] / 1e3:>9.2f}{_spread(result, 'ttft_ms'):>16}"
             f"{_ratio(base, result, 'ttft_ms'):>7}"
             f"{result['total_ms'] / 1e3:>9.2f}{_ratio(base, result, 'total_ms'):>7}"
             f"{result['num_tokens'] / result['total_ms'] * 1e3:>10.0f}"
@@ -57,6 +57,26 @@ def table(results: dict[str, dict[str, Any]], baseline: str = "nonshared") -> st
             f"{_mib(result['peak_base_bytes']):>10}{_mib(result['peak_lr_bytes']):>8}"
         )
     return "\n".join(lines)
+
+
+def table_by_trace(results: dict[str, dict[str, Any]], baseline: str = "nonshared") -> str:
+    """One line per variant, one column per trace: TTFT and its ratio to `baseline`."""
+    header = f"{'variant':<22}" + "".join(f"{name:>18}" for name in results)
+    lines = [header, "-" * len(header)]
+    for variant in _variants(results):
+        line = f"{variant:<22}"
+        for by_variant in results.values():
+            result, base = by_variant.get(variant), by_variant.get(baseline)
+            cell = "-"
+            if result is not None:
+                cell = f"{result['ttft_ms'] / 1e3:.2f} ({_ratio(base, result, 'ttft_ms')})"
+            line += f"{cell:>18}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _variants(results: dict[str, dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for by_variant in results.values() for name in by_variant))
 
 
 def _ratio(base: dict[str, Any] | None, result: dict[str, Any], name: str) -> str:
@@ -101,6 +121,30 @@ def plot_ttft(results: dict[str, dict[str, Any]], title: str, path: Path) -> Non
     axes.set_title(title)
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_by_trace(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """TTFT summed over turns, and total time, over the traces; one line per variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    names = list(results)
+    labels = (("ttft_ms", "TTFT, summed over turns [s]"), ("total_ms", "total time [s]"))
+    for axes, (field, label) in zip(panels, labels, strict=True):
+        for variant, marker in zip(_variants(results), "osD^vP*X" * len(results), strict=False):
+            values = [results[name].get(variant) for name in names]
+            seconds = [None if value is None else value[field] / 1e3 for value in values]
+            axes.plot(names, seconds, marker=marker, label=variant)
+        axes.set_yscale("log")
+        axes.set_ylabel(label)
+        axes.set_xlabel("trace")
+        axes.grid(True, which="both", alpha=0.3)
+    panels[0].legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

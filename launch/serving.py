@@ -27,13 +27,12 @@ from statistics import median
 from typing import Any
 
 import aiohttp
+from precache_sglang.launch import variants
 from precache_sglang.launch.model import ensure_demo_model, trace_adapters
 from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.report import plot_serving, serving_table, write_json
 from precache_sglang.launch.traces import VOCABULARY, TraceTurn, load_trace, tokens_for, total_len
-
-from precache_sglang.methods import METHODS
-from precache_sglang.schedules import SCHEDULES
+from precache_sglang.launch.variants import Variant
 
 DEFAULT_VARIANTS = ("prelrshared", "rebaseshared:lp", "rebaseshared:db", "rebaseshared:auto:50")
 _STATE_EVERY = 0.5  # seconds between two looks at the backlog
@@ -73,13 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", default="5.0k", help="name or CSV file")
     parser.add_argument("--rates", nargs="+", type=float, default=[], help="requests a second")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[], help="clients")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        default=list(DEFAULT_VARIANTS),
-        metavar="METHOD[:SCHEDULE[:WAIT_MS]]",
-        help="one server each; WAIT_MS is --precache-max-neutral-wait; default: %(default)s",
-    )
+    variants.add_argument(parser, DEFAULT_VARIANTS)
     parser.add_argument(
         "--num-trajectories", nargs="+", type=int, default=[8], help="of each run, or of each load"
     )
@@ -100,27 +93,21 @@ def serving(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        urls = {
-            variant: stack.enter_context(_Server(args, variant, trace))
-            for variant in (["running"] if args.url else dict.fromkeys(args.variants))
-        }
+        urls = {"running": args.url.rstrip("/")} if args.url else {}
+        for variant in [] if args.url else dict.fromkeys(args.variants):
+            urls[str(variant)] = stack.enter_context(_server(args, variant, trace)).url
         for url in urls.values():
             _warm_up(url, trace)
         for load in loads:
-            runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in urls}
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
             for seed in range(args.seeds):
-                for variant in _rotated(list(urls), seed):
-                    run = asyncio.run(_run(urls[variant], trace, load, seed, args))
-                    runs[variant].append(run)
-                    print(_progress(variant, load, seed, args.seeds, run), flush=True)
+                for name in variants.rotated(list(urls), seed):
+                    run = asyncio.run(_run(urls[name], trace, load, seed, args))
+                    runs[name].append(run)
+                    print(_progress(name, load, seed, args.seeds, run), flush=True)
             rows += [
-                {
-                    "variant": variant,
-                    "load": load.name,
-                    **_medians(runs[variant]),
-                    "runs": runs[variant],
-                }
-                for variant in urls
+                {"variant": name, "load": load.name, **_medians(runs[name]), "runs": runs[name]}
+                for name in urls
             ]
             _save(args, rows)
     print(f"\ntrace {args.trace}, medians of {args.seeds} seeds\n{serving_table(rows)}")
@@ -146,49 +133,17 @@ def _loads(args: argparse.Namespace) -> list[Load]:
     return loads + [Load(next(left), clients=clients) for clients in args.concurrency]
 
 
-def _rotated(variants: list[str], by: int) -> list[str]:
-    by %= len(variants)
-    return variants[by:] + variants[:by]
-
-
-class _Server:
-    """A server of one variant, or the one that runs already."""
-
-    def __init__(self, args: argparse.Namespace, variant: str, trace: list[TraceTurn]) -> None:
-        self.url = args.url
-        self.process: ServerProcess | None = None
-        if self.url is not None:
-            return
-        method, schedule, wait, *rest = *variant.split(":"), "", ""
-        unknown = method not in METHODS or (schedule and schedule not in SCHEDULES)
-        if unknown or len(rest) > 2 or (wait and not wait.removeprefix("-").isdecimal()):
-            raise SystemExit(
-                f"--variants {variant}: METHOD is one of {', '.join(METHODS)}, SCHEDULE one of "
-                f"{', '.join(SCHEDULES)}, WAIT_MS a number"
-            )
-        model = Path(args.model) if args.model else ensure_demo_model()
-        adapters = trace_adapters(model, {turn.agent for turn in trace})
-        at_once = max([*args.num_trajectories, *args.concurrency])
-        tokens = args.max_total_tokens or (total_len(trace) + 256) * (at_once + 1) * 2
-        flags = ["--precache-method", method]
-        flags += ["--precache-schedule", schedule] if schedule else []
-        flags += ["--precache-max-neutral-wait", wait] if wait else []
-        flags += ["--dtype", args.dtype, "--context-length", str(total_len(trace) + 256)]
-        flags += ["--max-total-tokens", str(tokens), "--max-running-requests", "32"]
-        flags += ["--max-loras-per-batch", str(len(adapters) + 1), "--log-level", "warning"]
-        print(f"[{variant}] starting the server", flush=True)
-        self.process = ServerProcess(model, adapters, flags + args.server_args, env=LONG_CONTEXT)
-
-    def __enter__(self) -> str:
-        if self.process is not None:
-            self.process.start()
-            return self.process.url
-        url: str = self.url
-        return url.rstrip("/")
-
-    def __exit__(self, *_: object) -> None:
-        if self.process is not None:
-            self.process.stop()
+def _server(args: argparse.Namespace, variant: Variant, trace: list[TraceTurn]) -> ServerProcess:
+    model = Path(args.model) if args.model else ensure_demo_model()
+    adapters = trace_adapters(model, {turn.agent for turn in trace})
+    at_once = max([*args.num_trajectories, *args.concurrency])
+    tokens = args.max_total_tokens or (total_len(trace) + 256) * (at_once + 1) * 2
+    flags = variant.flags()
+    flags += ["--dtype", args.dtype, "--context-length", str(total_len(trace) + 256)]
+    flags += ["--max-total-tokens", str(tokens), "--max-running-requests", "32"]
+    flags += ["--max-loras-per-batch", str(len(adapters) + 1), "--log-level", "warning"]
+    print(f"[{variant}] starting the server", flush=True)
+    return ServerProcess(model, adapters, flags + args.server_args, env=LONG_CONTEXT)
 
 
 def _warm_up(url: str, trace: Sequence[TraceTurn]) -> None:

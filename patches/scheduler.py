@@ -77,7 +77,10 @@ def around_process_batch_result(
     runtime.require_rows_stored(batch)
     # First: a turn that ends with this step publishes what rode beside it.
     runtime.end_forward()
-    if not runtime.neutral.finish(batch):
+    if runtime.neutral.finish(batch):
+        # Else /health would fail where a request waits for a long neutral pass.
+        scheduler.maybe_send_health_check_signal()
+    else:
         original(scheduler, batch, result)
 
 

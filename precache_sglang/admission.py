@@ -44,7 +44,7 @@ class PrecachePrefillAdder(PrefillAdder):
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         if self._fed_in_this_step(req):
-            return AddReqResult.OTHER
+            return AddReqResult.CONTINUE  # stays in the queue; those behind it may run
         runtime = current()
         # Slices that the request will pin are no longer evictable, for it and for others.
         rows = self._rows_needed(req) + self._rows_to_pin(req)
@@ -77,11 +77,7 @@ class PrecachePrefillAdder(PrefillAdder):
 
     def _rows_needed(self, req: Req) -> int:
         runtime = current()
-        state = state_of(req)
-        if runtime is None or runtime.lr_pool is None or state.own_key is None:
-            return 0
-        # Beyond `lr_len`, a chunk's predecessors have theirs already.
-        return max(0, len(req.full_untruncated_fill_ids) - max(req.prefix_len, state.lr_len))
+        return 0 if runtime is None else runtime.own_rows_needed(req)
 
     def _rows_to_pin(self, req: Req) -> int:
         """Rows that are evictable now and will be pinned when the request runs."""

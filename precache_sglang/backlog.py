@@ -322,7 +322,7 @@ class Backlog:
                     tree.drop_slice(node, key)
         for key, owned in rows.items():
             # A role reads rows of its own turn from that turn or from a replay, never from here.
-            tree.give_rows(path, key, owned, end, but_own=True)
+            tree.give_rows(path, key, owned, end, fits=_fed_by_others(key))
             self.runtime.free_rows(owned.slots())
         rows.clear()
         self.runtime.stats.rebased += end - rebase.start
@@ -411,3 +411,7 @@ class Backlog:
         self.runtime.tree.unlock(job.lock)
         self.jobs.remove(job)
         self.made_room = True
+
+
+def _fed_by_others(key: str) -> Callable[[TreeNode], bool]:
+    return lambda node: node.feeder != key

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,8 +111,9 @@ class NeutralScheduler:
         """
         scheduler = self.scheduler
         after_neutral = last_batch is not None and last_batch is self._batch
+        self._batch = None
         if after_neutral:
-            last_batch = self._batch = None
+            last_batch = None
         if self.backlog.made_room:
             # SGLang would look at its queue again only once a running request has left.
             self.backlog.made_room = running_batch.batch_is_full = False
@@ -136,8 +137,8 @@ class NeutralScheduler:
                 batch = self._build_oldest()
                 self._aged_after = now + self._pause_after(batch)
             else:
-                job = wanted or self._first_job()
-                batch = None if job is None else self._build(job)
+                first = [] if wanted is None else [wanted]
+                batch = self._build_first([*first, *self.backlog.jobs])
             if batch is not None:
                 return _plan(batch, running_batch)
 
@@ -274,6 +275,7 @@ class NeutralScheduler:
             state = state_of(req)
             if (
                 state.shadow is None
+                and not state.gave_way
                 and state.adapter is not None
                 and not req.finished()
                 and self.runtime.tree.is_neutral(req.last_node)
@@ -356,20 +358,20 @@ class NeutralScheduler:
 
     def _held_requests(self) -> tuple[list[Req], NeutralJob | None]:
         """Waiting requests that extend the backlog, and the job the first one needs first."""
-        held: list[Req] = []
-        wanted: NeutralJob | None = None
-        for req in self.scheduler.waiting_queue:
-            key = _key_of(req, req.origin_input_ids + req.output_ids)
-            for job in [job for job in self.backlog.jobs if job.blocks(key)]:
+        keys = [(req, _key_of(req, _tokens_of(req))) for req in self.scheduler.waiting_queue]
+        for req, key in keys:
+            for job in self._blocking(key):
                 self.backlog.catch_up(job)
-            blocking = [job for job in self.backlog.jobs if job.blocks(key)]
+            blocking = self._blocking(key)
             if blocking and self._loses_patience(req, key, blocking):
                 for job in blocking:
                     self.backlog.publish_provisionally(job)
-            elif blocking:
-                held.append(req)
-                wanted = wanted or blocking[0]
-        return held, wanted
+        # Only now: what one request could not wait for, those before it need not wait for.
+        waits = [(req, blocking) for req, key in keys if (blocking := self._blocking(key))]
+        return [req for req, _ in waits], waits[0][1][0] if waits else None
+
+    def _blocking(self, key: RadixKey) -> list[NeutralJob]:
+        return [job for job in self.backlog.jobs if job.blocks(key)]
 
     def _loses_patience(self, req: Req, key: RadixKey, jobs: list[NeutralJob]) -> bool:
         """Whether `req` is to go on without the neutral passes of `jobs`.
@@ -389,9 +391,6 @@ class NeutralScheduler:
         wait = now - state.held_since + self.cost.seconds(Load.of([owed]))
         return wait >= self.runtime.settings.max_neutral_wait_ms * 1e-3
 
-    def _first_job(self) -> NeutralJob | None:
-        return next((job for job in self.backlog.jobs if self.backlog.runnable(job)), None)
-
     def _build_any(self) -> ScheduleBatch | None:
         """A piece of whatever can go on: of the backlog, or of what is to be rebased."""
         return self._build_first([*self.backlog.jobs, *self.backlog.rebases])
@@ -401,22 +400,18 @@ class NeutralScheduler:
         owed: list[NeutralJob | Rebase] = [*self.backlog.jobs, *self.backlog.rebases]
         return self._build_first(sorted(owed, key=lambda work: work.created))
 
-    def _build_first(self, owed: list[NeutralJob | Rebase]) -> ScheduleBatch | None:
+    def _build_first(self, owed: Sequence[NeutralJob | Rebase]) -> ScheduleBatch | None:
+        """The next piece of the first of `owed` that can go on; None without a free row."""
         for work in owed:
             if isinstance(work, Rebase):
                 end = self.backlog.prepare(work, self._own_piece)
                 if end is not None:
                     return self._batch_of(work, end)
-            elif self.backlog.runnable(work):
-                return self._build(work)
+            elif work in self.backlog.jobs:
+                self.backlog.catch_up(work)  # others may have published all of it
+                if work in self.backlog.jobs and self.backlog.runnable(work):
+                    return self._batch_of(work, work.done + self._own_piece(work.done, work.end))
         return None
-
-    def _build(self, job: NeutralJob) -> ScheduleBatch | None:
-        """The next piece of `job` as a batch of its own, or None if no row is free."""
-        self.backlog.catch_up(job)
-        if job not in self.backlog.jobs or not self.backlog.runnable(job):
-            return self._build_any()  # others had published all of it, or what it stands on
-        return self._batch_of(job, job.done + self._own_piece(job.done, job.end))
 
     def _batch_of(self, job: NeutralJob | Rebase, end: int) -> ScheduleBatch | None:
         """A batch of one internal request that computes the neutral tokens up to `end`."""
@@ -474,6 +469,11 @@ class NeutralScheduler:
             self.backlog.catch_up(job)
         batch.reqs = []
         return True
+
+
+def _tokens_of(req: Req) -> array[int]:
+    tokens: array[int] = req.origin_input_ids
+    return tokens + req.output_ids if req.output_ids else tokens
 
 
 def _key_of(req: Req, tokens: array[int]) -> RadixKey:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -340,7 +340,8 @@ class PrecacheRadixCache(RadixCache):
         table is pointed at the tree's.
         """
         for key, rows in state.rows.items():
-            self.give_rows(path, key, rows, end, req if key == state.own_key else None)
+            reader = req if key == state.own_key else None
+            self.give_rows(path, key, rows, end, reader, self._is_as_read)
 
     def give_rows(
         self,
@@ -349,11 +350,11 @@ class PrecacheRadixCache(RadixCache):
         rows: OwnedSlots,
         end: int,
         reader: Req | None = None,
-        but_own: bool = False,
+        fits: Callable[[TreeNode], bool] = lambda node: True,
     ) -> None:
         """Attach ``rows`` (from their start up to `end`) as slices of `key` on `path`.
 
-        With `but_own` not to nodes that the adapter itself fed.
+        Only to nodes that they fit; the others' are freed.
         """
         if key in self.dead_keys:
             return  # The adapter is gone; the owner frees them when it is released.
@@ -368,13 +369,20 @@ class PrecacheRadixCache(RadixCache):
                 continue
             slots = rows.take_until(position)
             assert slots.numel() == len(node.key), "rows start at a node's edge"
-            if key not in node.slices and not (but_own and node.feeder == key):
+            if key not in node.slices and fits(node):
                 self._add_slice(node, key, slots, now)
                 continue
-            if reader is not None and reader.kv.holds_kv:
+            if reader is not None and reader.kv.holds_kv and key in node.slices:
                 table = self.runtime.req_to_lr[reader.kv.req_pool_idx]
                 table[start:position] = node.slices[key].to(table.dtype)
             self.runtime.free_rows(slots)
+
+    def _is_as_read(self, node: TreeNode) -> bool:
+        """Whether rows of a pass that read the path down to `node` stay right.
+
+        Not on neutral base below provisional base: that is replaced, and these are not.
+        """
+        return node.provisional or self.is_neutral(node)
 
     def path_slots(self, path: list[TreeNode]) -> torch.Tensor:
         """``[tokens]`` int64 base slots of a path that starts below the root."""
@@ -395,6 +403,8 @@ class PrecacheRadixCache(RadixCache):
             state.pinned = False
         state.tabled = False
         state.detached = False
+        state.gave_way = False
+        state.held_since = None
 
     # -- slices --------------------------------------------------------------
 
@@ -495,6 +505,8 @@ class PrecacheRadixCache(RadixCache):
             return self.runtime.backlog.drop_oldest()
         shadow = self.runtime.shadows[-1]
         held = shadow.num_slots
+        # Begun again it would be taken again, and its tokens computed many times.
+        state_of(shadow.req).gave_way = True
         shadow.release()
         return held
 

@@ -88,6 +88,7 @@ class RequestState:
         rows: Slots owned, by slice key.
         held_since: When it first waited for a neutral pass, on the monotonic clock.
         shadow: The neutral pass that runs beside this request; None if none does.
+        gave_way: Users needed the slots of its shadow: its tokens are owed when it ends.
         detached: Another role published other base KV for tokens this request computed
             itself; it goes on with its own rows and publishes nothing more.
     """
@@ -104,6 +105,7 @@ class RequestState:
     rows: dict[str, OwnedSlots] = field(default_factory=dict)
     held_since: float | None = None
     shadow: Shadow | None = None
+    gave_way: bool = False
     detached: bool = False
     counts: PromptCounts | None = None
 

@@ -328,21 +328,38 @@ class Runtime:
         if self.lr_pool is None:
             return True
         needed = sum(state_of(req).own_key is not None for req in reqs)
+        chunked = None if self.scheduler is None else self.scheduler.chunked_req
+        if chunked is not None:
+            needed += self.own_rows_needed(chunked)
         while needed > self.rows_available() + self.optional_rows(self.running_states()):
             # Rows of finished turns come second to a user's answer.
             if not self.backlog.drop_rows():
                 return False
         return True
 
+    def own_rows_needed(self, req: Req) -> int:
+        """LR slots of its own adapter that the rest of the prompt of `req` will take."""
+        state = state_of(req)
+        if self.lr_pool is None or state.own_key is None:
+            return 0
+        # Beyond `lr_len`, a chunk's predecessors have theirs already.
+        return max(0, len(req.full_untruncated_fill_ids) - max(req.prefix_len, state.lr_len))
+
     def _take(self, num_slots: int, required: bool) -> torch.Tensor | None:
         """Slots from the pool, evicting slices if need be; None if there are too few."""
-        assert self.lr_pool is not None
-        missing = num_slots - self.lr_pool.available_size()
+        pool = self.lr_pool
+        assert pool is not None
+        if not required and num_slots > self.rows_available():
+            return None  # slices would be evicted for nothing
+        missing = num_slots - pool.available_size()
         if missing > 0:
             missing -= self.tree.evict_rows(missing)
         if missing > 0 and required:
             self._drop_optional_rows()
-        return self.lr_pool.alloc(num_slots)
+            # What was promised to a prompt in chunks may have gone to a turn that has ended.
+            while pool.available_size() < num_slots and self.backlog.drop_rows():
+                pass
+        return pool.alloc(num_slots)
 
     def _drop_optional_rows(self) -> None:
         for state in self.running_states():

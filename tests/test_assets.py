@@ -396,7 +396,7 @@ def test_a_file_that_is_no_jsonl_is_refused(tmp_path: Path, text: str, message: 
 
 def test_trace_totals_match_their_names() -> None:
     names = trace_names()
-    assert len(names) == 9
+    assert len(names) == 11
     for name in names:
         trace = load_trace(name)
         assert total_len(trace) == prefill_len(trace) + decode_len(trace)
@@ -405,7 +405,8 @@ def test_trace_totals_match_their_names() -> None:
             assert f"{total_len(trace) / 1000:.1f}k" == size
             assert {turn.agent for turn in trace} == {"plan", "action", "reflect"}
         else:
-            assert total_len(trace) == 8 * (8192 + 32)
+            turns, each = size.removesuffix("k").split("x")
+            assert total_len(trace) == int(turns) * (1024 * int(each) + 32)
             assert len({turn.agent for turn in trace}) == int(family.removeprefix("agents"))
 
 
@@ -419,7 +420,7 @@ def test_a_trace_is_found_by_short_name_full_name_and_path(tmp_path: Path) -> No
 
 def test_an_unknown_trace_names_the_known_ones() -> None:
     for name in ("6k", "missing.csv", "../traces/roles_5.0k", Path("6k")):
-        with pytest.raises(TraceError, match=r"one of agents4_8x8k, .*roles_66\.4k"):
+        with pytest.raises(TraceError, match=r"one of agents4_8x1k, .*roles_66\.4k"):
             load_trace(name)
 
 

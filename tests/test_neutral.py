@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from engine import Engine
 from standins import quiet_imports
 
 with quiet_imports():
+    from precache_sglang.patches import scheduler as scheduler_patches
     from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
     from precache_sglang import backlog as backlog_module
@@ -69,6 +71,10 @@ class Scheduling:
         sleeper.poller = Poller(arrives)
         self.scheduler.idle_sleeper = sleeper
         return sleeper.poller
+
+    def believe(self, seconds: Callable[[Load], float]) -> None:
+        """Let `seconds` stand for what has been learnt of the cost of steps."""
+        self.engine.runtime.neutral.cost.seconds = seconds
 
     def step(self, seconds: float = 0.1) -> str:
         """One step that takes `seconds`; whose it was."""
@@ -230,6 +236,63 @@ def test_a_wait_that_would_be_too_long_is_not_begun(
     assert bool(backlog.rebases) is not waits
 
 
+def test_nobody_waits_for_what_another_request_could_not_wait_for(
+    owing: Callable[..., Scheduling],
+) -> None:
+    scheduling = owing(max_neutral_wait_ms=1000)
+    neutral, engine = scheduling.engine.runtime.neutral, scheduling.engine
+    # By the fit a wait for 20 tokens is too long, for 4 it is not.
+    scheduling.believe(lambda load: 0.06 * load.tokens)
+    reqs = [engine.start(*request) for request in (("action", TEXT[:4]), ("reflect", TEXT[:25]))]
+    for req in reqs:
+        engine.tree.unlock(req.lock)
+    scheduling.scheduler.waiting_queue = reqs
+    assert neutral._held_requests() == ([], None)
+    scheduling.busy = True
+    assert [scheduling.step() for _ in range(3)] == ["users"] * 3
+    assert scheduling.seen[-1] == reqs
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_waits_waits_for_a_job_that_there_is(
+    owing: Callable[..., Scheduling], seed: int
+) -> None:
+    """Any queue over any turns, with or without a bound; steps in between."""
+    rng = random.Random(seed)
+    wait_ms = rng.choice([-1, 0, 500, 1000])
+    scheduling = owing(max_neutral_wait_ms=wait_ms, piece=rng.choice([4, 8, 64]))
+    engine, neutral = scheduling.engine, scheduling.engine.runtime.neutral
+    scheduling.believe(lambda load: 0.06 * load.tokens)
+    jobs = engine.runtime.backlog.jobs
+    for _ in range(40):
+        if rng.random() < 0.3:
+            # A turn that extends others, or forks off from them.
+            prompt = [*TEXT[: rng.randrange(1, 20)], *(rng.randrange(3) for _ in range(4))]
+            engine.turn(rng.choice(["plan", "action", "reflect"]), prompt)
+        queue = []
+        for _ in range(rng.randrange(4)):
+            prompt = [*TEXT[: rng.randrange(1, 25)], *(rng.randrange(3) for _ in range(3))]
+            req = engine.start(rng.choice(["plan", "action", "reflect"]), prompt)
+            engine.tree.unlock(req.lock)
+            queue.append(req)
+        scheduling.scheduler.waiting_queue = queue
+        held, wanted = neutral._held_requests()
+        assert (wanted in jobs) if held else (wanted is None)
+        for req in queue:
+            key = neutral_module._key_of(req, req.origin_input_ids)
+            assert any(job.blocks(key) for job in jobs) == (req in held)
+        scheduling.busy = rng.random() < 0.5
+        scheduling.step(rng.choice([0.1, 1.0]))
+        engine.check()
+    scheduling.busy, scheduling.scheduler.waiting_queue = False, []
+    scheduling.step()
+    scheduling.clock.now += 1.0  # nobody comes
+    while scheduling.step(1.0) != "nobody":
+        pass
+    assert not jobs and not engine.runtime.backlog.rebases
+    engine.check_idle()
+
+
 def test_turns_over_the_same_tokens_are_waited_for_once(owing: Callable[..., Scheduling]) -> None:
     scheduling = owing(max_neutral_wait_ms=1000)
     neutral = scheduling.engine.runtime.neutral
@@ -259,3 +322,42 @@ def test_a_wait_ends_when_it_has_been_too_long(owing: Callable[..., Scheduling])
     scheduling.clock.now += 0.02
     assert neutral._held_requests()[0] == []
     assert state_of(req).held_since == 1000.0
+
+
+def test_a_request_that_waits_again_may_wait_as_long_again(
+    owing: Callable[..., Scheduling],
+) -> None:
+    scheduling = owing(max_neutral_wait_ms=1000)
+    engine, neutral = scheduling.engine, scheduling.engine.runtime.neutral
+    req = engine.start("action", TEXT[:25])
+    engine.tree.unlock(req.lock)
+    scheduling.scheduler.waiting_queue = [req]
+    assert neutral._held_requests()[0] == [req]
+    scheduling.scheduler.waiting_queue = []
+    engine.drain()
+    engine.admit(req)
+    engine.extend(req)
+    engine.retract(req)
+    engine.turn("plan", TEXT[:25])
+    scheduling.clock.now += 5.0
+    scheduling.scheduler.waiting_queue = [req]
+    assert neutral._held_requests()[0] == [req]
+
+
+def test_health_is_answered_between_neutral_steps(
+    owing: Callable[..., Scheduling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduling = owing(piece=8)
+    runtime = scheduling.engine.runtime
+    monkeypatch.setattr(scheduler_patches, "current", lambda: runtime)
+    monkeypatch.setattr(runtime, "require_rows_stored", lambda batch: None)
+    answered: list[str] = []
+    scheduling.scheduler.maybe_send_health_check_signal = lambda: answered.append("health")
+
+    def original(*_: Any) -> None:
+        answered.append("users")
+
+    for _ in range(3):
+        batch = runtime.neutral._build_any()
+        scheduler_patches.around_process_batch_result(original, scheduling.scheduler, batch, None)
+    assert answered == ["health"] * 3

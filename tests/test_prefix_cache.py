@@ -455,6 +455,54 @@ def test_rows_of_other_roles_give_way_to_a_requests_own(make: Callable[..., Engi
     engine.check_idle()
 
 
+def test_rows_of_other_roles_do_not_evict_slices_for_nothing(make: Callable[..., Engine]) -> None:
+    engine = make("prelrshared", lr_slots=40)
+    engine.turn("plan", TEXT[:8])  # 24 slots
+    engine.turn("action", [7, *TEXT[:13]])  # 14 of its own do; twice 14 more do not fit
+    assert len(engine.covered(TEXT[:8], "plan")) == 1
+    assert all(covered for _, covered in engine.covered([7, *TEXT[:13]], "action"))
+    left = engine.runtime.lr_pool.available_size()
+    evicted = engine.runtime.stats.evicted_rows
+    assert left + evicted <= 14 + 8, "no more than what somebody took"
+    engine.check_idle()
+
+
+def test_slots_promised_to_a_prompt_in_chunks_come_back_from_a_turn_that_ended(
+    make: Callable[..., Engine],
+) -> None:
+    """Its turn took what was free for rows of the team, and nobody is left to evict."""
+    engine = make("rebaseshared", lr_slots=24, max_neutral_wait_ms=0)
+    short, long = engine.start("plan", TEXT[:4]), engine.start("action", [7, *TEXT[4:19]])
+    engine.extend(short)
+    engine.extend(long, to=4)
+    engine.finish(short)
+    assert one_job(engine).all_rows()
+    for end in (8, 12, 16):
+        engine.extend(long, to=end)
+        engine.check()
+    engine.finish(long)
+    engine.drain()
+    engine.check_idle()
+
+
+def test_decoding_leaves_what_a_prompt_in_chunks_was_promised(make: Callable[..., Engine]) -> None:
+    engine = make("prelrshared", lr_slots=20)
+    first, long = engine.start("plan", TEXT[:4]), engine.start("action", [7, *TEXT[4:15]])
+    engine.extend(first)
+    engine.extend(long, to=4)
+    engine.runtime.scheduler.chunked_req = long
+    for token in range(4):
+        assert engine.runtime.can_decode([first])
+        engine.decode(first, token)
+    assert not engine.runtime.can_decode([first]), "eight slots are left, all promised"
+    engine.extend(long, to=8)
+    engine.extend(long)
+    engine.runtime.scheduler.chunked_req = None
+    engine.finish(first)
+    engine.finish(long)
+    engine.check_idle()
+
+
 # -- adapters that come and go -----------------------------------------------------------
 
 
@@ -692,6 +740,19 @@ def test_a_job_that_others_published_whole_is_closed(make: Callable[..., Engine]
     engine.check_idle()
 
 
+def test_any_number_of_turns_over_the_same_tokens_is_closed_by_one_pass(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared", base_slots=4000, lr_slots=4000)
+    for _ in range(450):
+        engine.turn("plan", TEXT[:4])
+    assert len(engine.runtime.backlog.jobs) == 450
+    assert engine.neutral_step()
+    assert not engine.neutral_step()
+    assert engine.runtime.backlog.jobs == deque()
+    engine.check_idle()
+
+
 def test_two_turns_over_the_same_tokens_publish_them_once(make: Callable[..., Engine]) -> None:
     engine = make("rebaseshared")
     reqs = [engine.start(role, TEXT[:10]) for role in ("plan", "action")]
@@ -850,11 +911,18 @@ def test_a_user_gets_the_slots_that_a_pass_beside_a_turn_holds(
     assert state_of(first).shadow.num_slots == 9
     second = engine.start("action", [1, 2, 3, 4, 5, 6, 7, 8])
     engine.extend(second)  # of six free slots
-    assert state_of(first).shadow is None or state_of(first).shadow.num_slots == 0
-    engine.check()
-    engine.finish(first)
+    assert state_of(first).shadow is None
     engine.finish(second)
     engine.drain()
+    # Computed once beside and once after the turn, and not again with every step.
+    before = engine.runtime.stats.neutral_beside
+    for token in (1, 2, 3):
+        engine.decode(first, token)
+    assert engine.runtime.stats.neutral_beside == before
+    engine.check()
+    engine.finish(first)
+    engine.drain()
+    assert all(covered for _, covered in engine.covered([*TEXT[:9], 1, 2], "action"))
     engine.check_idle()
 
 
@@ -1090,6 +1158,27 @@ def test_neutral_base_below_a_provisional_turn_waits_for_its_readers(
     engine.drain()
     assert not any(node.provisional for node in engine.tree.nodes())
     assert engine.runtime.backlog.rebases == deque()
+    engine.check_idle()
+
+
+def test_rows_replayed_over_provisional_base_do_not_outlive_it(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseshared", schedule="db", max_neutral_wait_ms=0)
+    long = engine.start("plan", TEXT[:12])
+    engine.extend(long)
+    engine.runtime.schedule = SCHEDULES["lp"]
+    engine.turn("action", TEXT[:8])
+    engine.runtime.backlog.publish_provisionally(one_job(engine))
+    engine.finish(long)
+    provisional, neutral = engine.path(TEXT[:12])
+    reflect = engine.key_of("reflect")
+    engine.tree.drop_slice(neutral, reflect)
+    engine.turn("reflect", TEXT[:13])
+    assert provisional.provisional and reflect in provisional.slices
+    assert reflect not in neutral.slices
+    engine.drain()
+    engine.turn("reflect", TEXT[:13])
+    assert reflect in neutral.slices
+    engine.drain()
     engine.check_idle()
 
 

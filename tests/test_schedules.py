@@ -185,9 +185,7 @@ def test_schedules_publish_the_same(
 def test_a_pool_too_small_for_pairs_gives_shadows_up_and_retracts(
     schedule: str, assets: Assets, tmp_path: Path
 ) -> None:
-    args = ["--max-total-tokens", "1000", "--schedule-conservativeness", "0.1"]
-    args += ["--log-level", "info"]
-    with serve(assets, schedule, "64", tmp_path, *args) as server:
+    def run(server: ServerProcess) -> None:
         trajectories = [
             Trajectory(
                 server,
@@ -202,15 +200,33 @@ def test_a_pool_too_small_for_pairs_gives_shadows_up_and_retracts(
         prompts = [new_tokens(rng, 60) for _ in trajectories]
         roles = [rng.choice(list(TARGETS)) for _ in trajectories]
 
-        def run(index: int) -> None:
+        def turn(index: int) -> None:
             trajectories[index].turn(roles[index], prompts[index], 120, ignore_eos=False)
 
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(run, range(8)))
+            list(pool.map(turn, range(8)))
         assert max(trajectory.difference for trajectory in trajectories) < TOLERANCE
+
+    args = ["--max-total-tokens", "1000", "--schedule-conservativeness", "0.1"]
+    args += ["--log-level", "info"]
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.mkdir()
+    large.mkdir()
+    with serve(assets, schedule, "64", small, *args) as server:
+        run(server)
         state = at_rest(server)
         assert state["total_neutral_beside"] > 0
         assert "Retract requests" in server.log()
+        left = published(server, small)
+    # What was not evicted is what schedule lp caches where there is room for all.
+    with serve(assets, "lp", "64", large, "--max-total-tokens", "12000") as server:
+        run(server)
+        at_rest(server)
+        whole = published(server, large)
+    assert len(left) > 300
+    assert left.keys() <= whole.keys()
+    problems = differences({key: whole[key] for key in left}, left)
+    assert not problems, problems[:10]
 
 
 @pytest.mark.parametrize("schedule", ["lp", "auto"])
@@ -275,7 +291,7 @@ def test_provisional_turns_equal_prelrshared_and_rebased_ones_rebaseshared(
 def test_stop_strings_grammars_and_choices_are_the_users_alone(
     schedule: str, tmp_path: Path
 ) -> None:
-    """The real model, whose tokenizer these need; answers as on schedule lp."""
+    """The real model, whose tokenizer these need; answers and cache as on schedule lp."""
     prompt = "Question: Why is the sky blue?\n\nThought: \n### Response:\n" * 4
     schema = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}}'
     requests: list[dict[str, Any]] = [
@@ -285,12 +301,15 @@ def test_stop_strings_grammars_and_choices_are_the_users_alone(
         {"max_new_tokens": 12, "temperature": 0, "frequency_penalty": 1.0},
     ]
 
-    def answers(name: str) -> list[Any]:
+    def run(name: str) -> tuple[list[Any], Published]:
         flags = ["--precache-method", "rebaseshared", "--precache-schedule", name]
         flags += ["--dtype", "float32", "--max-total-tokens", "8000", "--log-level", "warning"]
         flags += ["--max-loras-per-batch", "4", "--chunked-prefill-size", "64"]
+        folder = tmp_path / name
+        folder.mkdir()
+        env = publish_plugin(folder)
         found: list[Any] = []
-        with ServerProcess(ensure_demo_model(), demo_adapters(), flags) as server:
+        with ServerProcess(ensure_demo_model(), demo_adapters(), flags, env) as server:
             for role in ("plan", "action", "plan"):
                 for sampling in requests:
                     body = {"text": prompt, "lora_path": role, "sampling_params": sampling}
@@ -300,6 +319,10 @@ def test_stop_strings_grammars_and_choices_are_the_users_alone(
                         usage = one["meta_info"]
                         found.append((one["text"], usage["completion_tokens"]))
             at_rest(server)
-        return found
+            return found, published(server, folder)
 
-    assert answers(schedule) == answers("lp")
+    (answers, cached), (expected_answers, expected_cached) = run(schedule), run("lp")
+    assert answers == expected_answers
+    problems = differences(expected_cached, cached)
+    assert not problems, problems[:10]
+    assert len(cached) > 100
