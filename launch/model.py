@@ -113,22 +113,26 @@ def trace_adapters(model: Path, agents: Collection[str]) -> dict[str, Path]:
     shipped = demo_adapters()
     if set(agents) <= set(shipped):
         return shipped
-    return {agent: _random_adapter(model, agent) for agent in sorted(agents)}
+    folder = default_cache_dir() / "random-adapters"
+    return {
+        agent: random_adapter(model, agent, folder / f"{model.name}-{agent}")
+        for agent in sorted(agents)
+    }
 
 
-def _random_adapter(model: Path, name: str) -> Path:
+def random_adapter(model: Path, name: str, folder: Path, rank: int = 8) -> Path:
+    """Write a random adapter on q and v, the same for the same name and model; its folder."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    folder = default_cache_dir() / "random-adapters" / f"{model.name}-{name}"
     config = AutoConfig.from_pretrained(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = {
         "q_proj": config.num_attention_heads * head_dim,
         "v_proj": config.num_key_value_heads * head_dim,
     }
-    rank, hidden = 8, config.hidden_size
+    hidden = config.hidden_size
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     tensors = {}
     for layer in range(config.num_hidden_layers):

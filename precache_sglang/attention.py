@@ -1,12 +1,14 @@
 """Attention backend ``precache``: extend and decode over base KV and LR rows.
 
 One backend serves every method, so that comparisons between methods measure sharing and
-nothing else: a method that stores complete KV has no rows to add.
+nothing else: a method that stores complete KV has no rows to add. Two implementations of it,
+chosen by ``--precache-kernels``: `torch_attention` for CPUs, `triton_attention` for GPUs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from precache_sglang.errors import UnsupportedError
-from precache_sglang.kernels.reference import attend, expand_keys, expand_values
-from precache_sglang.roles import Adapter
+from precache_sglang.errors import SettingsError, UnsupportedError
 from precache_sglang.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -34,140 +34,57 @@ SUPPORTED_ARCHITECTURES = (
 )
 
 
-@dataclass
-class _Span:
-    """One request of the batch, or one span behind them.
+class PrecacheAttnBackend(AttentionBackend):
+    """What both implementations share: pools, and the hooks on the model.
 
-    Attributes:
-        start, num_new: Its query rows.
-        slots: Base slots of all its tokens; a range where they lie in one run.
-        lr_slots: ``[tokens]`` int64 LR slots of its adapter, None if it reads none.
-        adapter: None for an adapter-free pass.
+    Args:
+        write_rows: Computes and stores LR rows; see `precache_sglang.kernels.reference`.
     """
 
-    start: int
-    num_new: int
-    slots: torch.Tensor | slice
-    lr_slots: torch.Tensor | None
-    adapter: Adapter | None
-    num_tokens: int
-
-
-class PrecacheAttnBackend(AttentionBackend):
-    """Per-request attention in plain PyTorch; see `precache_sglang.kernels.reference`."""
-
-    def __init__(self, runner: ModelRunner, runtime: Runtime) -> None:
+    def __init__(
+        self, runner: ModelRunner, runtime: Runtime, write_rows: Callable[..., None]
+    ) -> None:
         super().__init__()
         self.runtime = runtime
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.kv_pool = runner.token_to_kv_pool
-        self.rotary = _prepare_model(runner.model, runtime)
-        self.spans: list[_Span] = []
+        self.rotary = _prepare_model(runner.model, runtime, write_rows)
 
     def support_triton(self) -> bool:
         return False
 
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        runtime = self.runtime
-        lengths = forward_batch.seq_lens.tolist()
-        if forward_batch.forward_mode.is_decode_or_idle():
-            new_lengths = [1] * len(lengths)
-        else:
-            new_lengths = forward_batch.extend_seq_lens.tolist()
-        self.spans = []
-        start = 0
-        for row, num_tokens, num_new, lora_id in zip(
-            forward_batch.req_pool_indices.tolist(),
-            lengths,
-            new_lengths,
-            forward_batch.lora_ids or [None] * len(lengths),
-            strict=True,
-        ):
-            adapter = None if lora_id is None else runtime.roles.adapters[lora_id]
-            lr_slots = None
-            if adapter is not None and adapter.rows_key is not None:
-                lr_slots = runtime.req_to_lr[row, :num_tokens].to(torch.int64)
-            slots = self.req_to_token[row, :num_tokens].to(torch.int64)
-            self.spans.append(_Span(start, num_new, _as_run(slots), lr_slots, adapter, num_tokens))
-            start += num_new
-        for span in runtime.neutral_spans:
-            slots = torch.cat((span.prefix, span.slots))
-            num_new = len(span.tokens)
-            self.spans.append(_Span(start, num_new, _as_run(slots), None, None, span.end))
-            start += num_new
+    def store(
+        self, layer: RadixAttention, forward_batch: ForwardBatch, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        self.kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Args and result are ``[tokens, heads * head_dim]``, as SGLang passes them."""
-        layer_id = layer.layer_id
-        if save_kv_cache:
-            self.kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        keys = self.kv_pool.get_key_buffer(layer_id)
-        values = self.kv_pool.get_value_buffer(layer_id)
-        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.empty_like(queries)
-        for span in self.spans:
-            rows = slice(span.start, span.start + span.num_new)
-            out[rows] = attend(
-                queries[rows],
-                self._keys(keys, span, layer_id),
-                self._values(values, span, layer_id),
-                span.num_new,
-                layer.scaling,
-            )
-        return out.view(q.shape[0], -1)
 
-    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A decode step is an extend by one token."""
-        return self.forward_extend(*args, **kwargs)
+def create_backend(runner: ModelRunner, runtime: Runtime) -> PrecacheAttnBackend:
+    """The implementation that ``--precache-kernels`` names.
 
-    def _values(self, pool: torch.Tensor, span: _Span, layer_id: int) -> torch.Tensor:
-        base = _gather(pool, span.slots)
-        if span.lr_slots is None or span.adapter is None or span.adapter.v is None:
-            return base
-        assert self.runtime.lr_pool is not None
-        rows = self.runtime.lr_pool.v[layer_id].index_select(0, span.lr_slots)
-        b = span.adapter.v.b[layer_id]
-        return expand_values(base, rows[:, : b.shape[0]], b)
+    Raises:
+        SettingsError: if it does not run on this device.
+    """
+    on_gpu = torch.device(runner.device).type == "cuda"
+    if runtime.kernels == "auto":
+        runtime.kernels = "triton" if on_gpu else "torch"
+    if runtime.kernels == "torch":
+        from precache_sglang.torch_attention import TorchAttnBackend
 
-    def _keys(self, pool: torch.Tensor, span: _Span, layer_id: int) -> torch.Tensor:
-        base = _gather(pool, span.slots)
-        if span.lr_slots is None or span.adapter is None or span.adapter.k is None:
-            return base
-        assert self.runtime.lr_pool is not None and self.runtime.lr_pool.k is not None
-        rows = self.runtime.lr_pool.k[layer_id].index_select(0, span.lr_slots)
-        b = span.adapter.k.b[layer_id]
-        rotary = self.rotary[layer_id]
-        return expand_keys(
-            base,
-            rows[:, : b.shape[0]],
-            b,
-            rotary.cos_sin_cache[: span.num_tokens],
-            rotary.is_neox_style,
+        return TorchAttnBackend(runner, runtime)
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SettingsError(
+            f"--precache-kernels triton needs a GPU, but the device is {runner.device}; use "
+            "--precache-kernels torch, or, to test the kernels, set TRITON_INTERPRET=1."
         )
+    from precache_sglang.triton_attention import TritonAttnBackend
+
+    return TritonAttnBackend(runner, runtime)
 
 
-def _as_run(slots: torch.Tensor) -> torch.Tensor | slice:
-    """A slice if the slots lie in one ascending run: a view then replaces a gather."""
-    first, count = int(slots[0]), slots.numel()
-    if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):
-        return slice(first, first + count)
-    return slots
-
-
-def _gather(pool: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
-    return pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
-
-
-def _prepare_model(model: torch.nn.Module, runtime: Runtime) -> dict[int, Any]:
+def _prepare_model(
+    model: torch.nn.Module, runtime: Runtime, write_rows: Callable[..., None]
+) -> dict[int, Any]:
     """Store LR rows at every attention layer's input; return layer id to rotary module.
 
     The input of ``qkv_proj`` is what the LoRA A matrices multiply. A forward pre-hook
@@ -192,7 +109,9 @@ def _prepare_model(model: torch.nn.Module, runtime: Runtime) -> dict[int, Any]:
         rotary[layer_id] = module.rotary_emb
         if runtime.method.base_kv:
             module.qkv_proj.register_forward_pre_hook(
-                lambda _module, args, layer_id=layer_id: runtime.store_rows(layer_id, args[0])
+                lambda _module, args, layer_id=layer_id: runtime.store_rows(
+                    layer_id, args[0], write_rows
+                )
             )
     model.logits_processor.register_forward_pre_hook(
         lambda _module, args: _users_only(runtime, *args)

@@ -15,6 +15,7 @@ from precache_sglang.schedules import DEFAULT_SCHEDULE, SCHEDULES
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+KERNELS = ("auto", "torch", "triton")
 _RECORD = "_precache_settings"  # ServerArgs keeps underscore attributes when pickled
 
 
@@ -32,6 +33,8 @@ class Settings:
         max_neutral_wait_ms: How long a request may wait for the neutral pass over the
             tokens it extends; -1 waits until it is done. After that it reads the turn as
             its adapted pass left it, with rows that this pass wrote for the whole team.
+        kernels: Which implementation of attention; ``auto`` is ``triton`` on a GPU.
+        cuda_graph: Capture decode steps in CUDA graphs.
     """
 
     method: str | None = None
@@ -39,6 +42,8 @@ class Settings:
     lr_tokens: int | None = None
     teams: dict[str, list[str]] = field(default_factory=dict)
     max_neutral_wait_ms: int = -1
+    kernels: str = "auto"
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in (None, OFF, *METHODS):
@@ -50,6 +55,11 @@ class Settings:
             raise SettingsError(
                 f"--precache-schedule {self.schedule!r} is unknown; choose one of "
                 f"{', '.join(SCHEDULES)}."
+            )
+        if self.kernels not in KERNELS:
+            raise SettingsError(
+                f"--precache-kernels {self.kernels!r} is unknown; choose one of "
+                f"{', '.join(KERNELS)}."
             )
         if self.lr_tokens is not None and self.lr_tokens < 1:
             raise SettingsError(
@@ -98,6 +108,8 @@ class Settings:
             lr_tokens=_optional_int("--precache-lr-tokens", value("lr_tokens")),
             teams=parse_teams(value("team")),
             max_neutral_wait_ms=cls.max_neutral_wait_ms if wait is None else wait,
+            kernels=value("kernels") or cls.kernels,
+            cuda_graph=_flag("--precache-cuda-graph", value("cuda_graph")),
         )
 
     # -- travelling with SGLang's own record ---------------------------------
@@ -144,6 +156,16 @@ def _optional_int(flag: str, value: Any) -> int | None:
         raise SettingsError(f"{flag} {value!r} is not a whole number.") from None
 
 
+def _flag(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if str(value).lower() in ("1", "true", "yes"):
+        return True
+    if str(value).lower() in ("0", "false", "no"):
+        return False
+    raise SettingsError(f"{name} {value!r} is neither yes nor no; give 1 or 0.")
+
+
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add the ``--precache-*`` flags to SGLang's parser."""
     group = parser.add_argument_group("precache-sglang")
@@ -182,4 +204,17 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="How long a request may wait for the neutral pass over the context it "
         "extends; -1 (default): until it is done. After that it reads the turn as prelrshared "
         "would have left it, and the neutral pass replaces that when nobody reads it.",
+    )
+    group.add_argument(
+        "--precache-kernels",
+        choices=KERNELS,
+        help="Attention over base KV and low-rank rows: triton kernels, or plain PyTorch. "
+        "Default: auto, that is triton on a GPU.",
+    )
+    group.add_argument(
+        "--precache-cuda-graph",
+        action="store_true",
+        default=None,
+        help="Capture decode steps in CUDA graphs. Off unless given: it has not been "
+        "validated on a GPU yet.",
     )

@@ -60,23 +60,3 @@ class LRPool:
 
     def clear(self) -> None:
         self._allocator.clear()
-
-    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store one layer's rows.
-
-        Args:
-            layer: Layer index.
-            slots: ``[blocks, tokens]`` int64; 0 where nothing is to be kept.
-            rows: ``[tokens, blocks * parts * width]``, the product of the layer's input
-                with the registry's stack.
-        """
-        blocks, tokens = slots.shape
-        by_block = rows.view(tokens, blocks, -1, self.width)
-        flat = slots.reshape(-1)
-        self.v[layer].index_copy_(
-            0, flat, by_block[:, :, 0].transpose(0, 1).reshape(-1, self.width)
-        )
-        if self.k is not None:
-            self.k[layer].index_copy_(
-                0, flat, by_block[:, :, 1].transpose(0, 1).reshape(-1, self.width)
-            )

@@ -107,7 +107,7 @@ def require_patches() -> None:
 
 
 def _create_attention_backend(runner: Any) -> Any:
-    from precache_sglang.attention import PrecacheAttnBackend
+    from precache_sglang.attention import create_backend
     from precache_sglang.runtime import current
 
     runtime = current()
@@ -117,7 +117,7 @@ def _create_attention_backend(runner: Any) -> Any:
             "--precache-method other than off."
         )
     runtime.build_pools(runner)
-    return PrecacheAttnBackend(runner, runtime)
+    return create_backend(runner, runtime)
 
 
 def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:

@@ -19,6 +19,7 @@ from precache_sglang.plugin import require_patches
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -117,9 +118,41 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
         attention_backend="precache",
         prefill_attention_backend=None,
         decode_attention_backend=None,
-        disable_cuda_graph=True,
+        cuda_graph_config=_graph_config(settings, config),
     )
     logger.info("precache: method %s, schedule %s", settings.method, settings.schedule)
+
+
+def _graph_config(settings: Settings, config: Any) -> CudaGraphConfig:
+    """Graphs for decode steps where they are asked for, none for prefills.
+
+    SGLang has read its own flags by now, so that this is the place where it says what it will
+    capture.
+
+    Raises:
+        SettingsError: if graphs are asked for where there are none.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = with_phase(config.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+    if not settings.cuda_graph:
+        if graphs.decode.backend != Backend.DISABLED:
+            logger.info(
+                "precache: CUDA graphs are off: decode steps in graphs have not been validated "
+                "on a GPU; --precache-cuda-graph turns them on."
+            )
+        return with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
+    if config.device != "cuda" or settings.kernels == "torch":
+        raise SettingsError(
+            f"--precache-cuda-graph needs a GPU and the triton kernels, but the device is "
+            f"{config.device} and --precache-kernels is {settings.kernels}; leave it out."
+        )
+    if graphs.decode.backend == Backend.DISABLED:
+        raise SettingsError(
+            "--precache-cuda-graph asks for graphs that other flags switch off; leave out "
+            "--disable-cuda-graph and --cuda-graph-backend-decode disabled."
+        )
+    return with_phase(graphs, Phase.DECODE, backend=Backend.FULL)
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from precache_sglang.errors import AdapterError
+from precache_sglang.errors import AdapterError, UnsupportedError
 from precache_sglang.methods import Method, Rows
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.mem_pool import LoRAMemoryPool
+
+    from precache_sglang.adapter_tables import AdapterTables
 
 COMMON_ROWS = "common"
 # Fields of adapter_config.json that make an adapter more than x + s (x A) B.
@@ -78,6 +80,11 @@ class RoleRegistry:
 
     ``stack`` is what a pass multiplies its input with: one block per distinct
     ``rows_key``, padded to the pool's width, so that one GEMM gives the rows of all.
+
+    Attributes:
+        tables: The adapters' B for kernels that read them on the device; None without.
+        fixed_blocks: Number of blocks that ``stack`` always has, for captured graphs hold
+            its address; 0: as many as are needed.
     """
 
     method: Method
@@ -87,6 +94,8 @@ class RoleRegistry:
     adapters: dict[str, Adapter] = field(default_factory=dict)  # by lora_id
     blocks: dict[str, int] = field(default_factory=dict)  # rows_key -> index in the stack
     stack: list[torch.Tensor] = field(default_factory=list)  # per layer, see `_restack`
+    tables: AdapterTables | None = None
+    fixed_blocks: int = 0
 
     def team_of(self, name: str) -> str:
         for team, roles in self.teams.items():
@@ -132,12 +141,34 @@ class RoleRegistry:
     # -- loading and unloading ----------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
+        if self.tables is not None:
+            self.tables.add(adapter)
         self.adapters[adapter.lora_id] = adapter
         self._restack()
+
+    def use_tables(self, tables: AdapterTables) -> None:
+        """Keep `tables` in line with what is loaded, from now on.
+
+        Raises:
+            UnsupportedError: if graphs are to be captured, but no adapter shows the shapes.
+        """
+        if tables.is_fixed and not any(a.rows_key for a in self.adapters.values()):
+            raise UnsupportedError(
+                "--precache-cuda-graph needs an adapter on v_proj at start-up (--lora-paths): its "
+                "low-rank rows are part of what is captured. Give one, or leave the flag out."
+            )
+        for adapter in self.adapters.values():
+            tables.add(adapter)
+        self.tables = tables
+        if tables.is_fixed:
+            self.fixed_blocks = tables.capacity
+            self._restack()
 
     def remove(self, lora_id: str) -> str | None:
         """Forget an adapter; return its slice key if no other adapter uses it."""
         adapter = self.adapters.pop(lora_id)
+        if self.tables is not None:
+            self.tables.remove(lora_id)
         self._restack()
         key = adapter.rows_key
         return key if key is not None and key not in self.blocks else None
@@ -150,18 +181,28 @@ class RoleRegistry:
         """
         by_key = {a.rows_key: a for a in self.adapters.values() if a.rows_key is not None}
         self.blocks = {key: i for i, key in enumerate(by_key)}
-        self.stack = []
+        before, self.stack = self.stack, []
         if not by_key:
+            if self.fixed_blocks:
+                self.stack = [stack.zero_() for stack in before]
             return
         any_projection = next(p for a in by_key.values() for p in (a.v, a.k) if p is not None)
         parts = 2 if self.has_k else 1
         for layer, like in enumerate(any_projection.a):
-            block = like.new_zeros(len(by_key), parts, self.width, like.shape[1])
+            num_blocks = self.fixed_blocks or len(by_key)
+            block = like.new_zeros(num_blocks, parts, self.width, like.shape[1])
             for i, adapter in enumerate(by_key.values()):
                 for part, projection in enumerate((adapter.v, adapter.k)[:parts]):
                     if projection is not None:
                         block[i, part, : adapter.rank] = projection.a[layer]
-            self.stack.append(block.view(-1, like.shape[1]))
+            stack = block.view(-1, like.shape[1])
+            if self.fixed_blocks and layer < len(before) and before[layer].shape == stack.shape:
+                stack = before[layer].copy_(stack)
+            self.stack.append(stack)
+
+    def stack_of(self, layer: int, num_blocks: int) -> torch.Tensor:
+        """The first `num_blocks` blocks of a layer's stack."""
+        return self.stack[layer][: num_blocks * (2 if self.has_k else 1) * self.width]
 
 
 # -- reading adapters out of SGLang ------------------------------------------

@@ -7,12 +7,13 @@ prefix cache. Also hands out LR slots, since that touches requests, tree and poo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from precache_sglang.adapter_tables import NO_ADAPTER
 from precache_sglang.backlog import Backlog
 from precache_sglang.config import Settings
 from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
@@ -66,15 +67,19 @@ class Runtime:
         lr_pool: None for methods that store complete KV.
         req_to_lr: ``[rows, context]`` int32: LR slots of a request's own adapter by
             position, beside SGLang's ``req_to_token``.
+        req_to_adapter: ``[rows]`` int32: a request's row of the adapter tables, for
+            backends that keep such tables; -1 for none.
         write_slots: ``[blocks, tokens]`` int64: where the forward in progress stores the
             rows of its tokens; None if it stores none.
         schedule: When neutral passes run; None where the method has none.
         shadows: Neutral passes beside running turns, oldest first.
+        kernels: ``"torch"`` or ``"triton"``: which attention serves.
         spans: Neutral tokens in the step that is being prepared or run.
     """
 
     tree: PrecacheRadixCache
     req_to_lr: torch.Tensor
+    req_to_adapter: torch.Tensor
     neutral: NeutralScheduler
 
     def __init__(self, settings: Settings, method: Method, lora_manager: LoRAManager) -> None:
@@ -92,10 +97,12 @@ class Runtime:
         self.lora_manager = lora_manager
         self.lr_pool: LRPool | None = None
         self.write_slots: torch.Tensor | None = None
+        self._captured_slots: torch.Tensor | None = None
         self._extend_layout: list[tuple[int, Req]] | None = None
         self._stored_layers = 0
         self.peak_base = 0
         self.peak_rows = 0
+        self.kernels = settings.kernels
         self.scheduler: Scheduler | None = None
         self.exporter: Exporter | None = None
         model_config = lora_manager.base_hf_config
@@ -150,6 +157,7 @@ class Runtime:
         """Allocate the LR pool once SGLang's own pools exist."""
         pool = runner.req_to_token_pool.req_to_token
         self.req_to_lr = torch.zeros_like(pool)
+        self.req_to_adapter = torch.full_like(pool[:, 0], NO_ADAPTER)
         if not self.method.base_kv:
             return
         size = self.settings.lr_tokens or runner.max_total_num_tokens * self.rows_per_token
@@ -465,6 +473,10 @@ class Runtime:
                     self.req_to_lr[req.kv.req_pool_idx, : state.lr_len] = self.tree.own_slots(
                         state
                     ).to(table.dtype)
+                if self.roles.tables is not None:
+                    self.req_to_adapter[req.kv.req_pool_idx] = self.roles.tables.row_of(
+                        state.adapter
+                    )
         self._assign_rows(batch, [(req, req.prefix_len, req.extend_end) for req in batch.reqs])
 
     def after_decode(self, batch: ScheduleBatch) -> None:
@@ -573,13 +585,39 @@ class Runtime:
 
     # -- forward -------------------------------------------------------------
 
-    def store_rows(self, layer: int, x: torch.Tensor) -> None:
+    def store_rows(self, layer: int, x: torch.Tensor, write_rows: Callable[..., None]) -> None:
         """Store the LR rows of one layer's input. `x`: ``[tokens, hidden]``."""
-        if self.write_slots is None:
+        slots = self.write_slots
+        if slots is None:
             return
-        assert self.lr_pool is not None
+        pool = self.lr_pool
+        assert pool is not None
         self._stored_layers += 1
-        self.lr_pool.write(layer, self.write_slots, x @ self.roles.stack[layer].T)
+        rows_k = None if pool.k is None else pool.k[layer]
+        write_rows(x, self.roles.stack_of(layer, len(slots)), slots, pool.v[layer], rows_k)
+
+    def hold_write_slots(self, max_tokens: int) -> None:
+        """Make room for the write slots of captured steps, whose address must not change."""
+        self._graph_slots = torch.zeros(
+            (self.roles.fixed_blocks, max_tokens), dtype=torch.int64, device=self.device
+        )
+
+    def begin_capture(self, num_tokens: int) -> None:
+        """What is captured from here on stores rows where `begin_replay` says."""
+        self._captured_slots = self.write_slots = self._graph_slots[:, :num_tokens].zero_()
+
+    def end_capture(self) -> None:
+        """SGLang's dummy forwards after capturing store nothing."""
+        if self.write_slots is self._captured_slots:
+            self.write_slots = None
+
+    def begin_replay(self, num_tokens: int) -> None:
+        """Let a captured step of `num_tokens` tokens, padding included, store this step's rows."""
+        held = self._graph_slots[:, :num_tokens].zero_()
+        if self.write_slots is not None:
+            blocks, tokens = self.write_slots.shape
+            held[:blocks, :tokens] = self.write_slots
+            self._stored_layers = self.num_layers  # the hooks ran when the graph was captured
 
     def begin_forward(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> None:
         """Note what the forward of `batch` stores, and append its neutral tokens."""
@@ -657,6 +695,7 @@ class Runtime:
         rows_of_requests = tree.req_to_token_pool
         return {
             "method": self.method.name,
+            "kernels": self.kernels,
             "schedule": self.schedule.name if self.schedule else None,
             "teams": self._team_names(),
             "tree_nodes": num_nodes,

@@ -15,6 +15,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Every worker has a server of its own; between them they fill the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Kernels run in Triton's interpreter here. Triton's own functions are made for it when Triton
+# is imported; ours when they are. Servers do not inherit it.
+os.environ["TRITON_INTERPRET"] = "1"
+import triton
+
+del os.environ["TRITON_INTERPRET"]
+triton.knobs.propagate_env = False
+triton.knobs.runtime.interpret = True
+
 import pytest
 import torch
 from tiny import make_adapter, make_model

@@ -7,6 +7,7 @@ import torch
 from standins import quiet_imports
 
 with quiet_imports():
+    from precache_sglang.kernels.reference import write_rows
     from precache_sglang.lr_pool import LRPool
 
 
@@ -73,8 +74,15 @@ def test_clearing_frees_every_slot() -> None:
 # -- writing -----------------------------------------------------------------------
 
 
-def stacked_rows(x: torch.Tensor, blocks: list[list[torch.Tensor]], width: int) -> torch.Tensor:
-    """What a pass computes: ``x`` times every A, padded to `width`.
+def write(
+    pool: LRPool,
+    layer: int,
+    slots: torch.Tensor,
+    x: torch.Tensor,
+    blocks: list[list[torch.Tensor]],
+    width: int,
+) -> None:
+    """What a pass does: ``x`` times every A, padded to `width`, stored at `slots`.
 
     Args:
         blocks: Per adapter its A matrices ``[rank, hidden]``: v, then k if the pool has keys.
@@ -85,7 +93,8 @@ def stacked_rows(x: torch.Tensor, blocks: list[list[torch.Tensor]], width: int) 
             padded = torch.zeros(width, x.shape[1])
             padded[: a.shape[0]] = a
             stack.append(padded)
-    return x @ torch.cat(stack).T
+    rows_k = None if pool.k is None else pool.k[layer]
+    write_rows(x, torch.cat(stack), slots, pool.v[layer], rows_k)
 
 
 def test_rows_of_each_adapter_land_in_its_own_slots() -> None:
@@ -93,7 +102,7 @@ def test_rows_of_each_adapter_land_in_its_own_slots() -> None:
     x = torch.randn(3, 8)
     a = [torch.randn(4, 8), torch.randn(4, 8)]
     slots = torch.tensor([[1, 2, 3], [9, 5, 7]])
-    pool.write(1, slots, stacked_rows(x, [[a[0]], [a[1]]], 4))
+    write(pool, 1, slots, x, [[a[0]], [a[1]]], 4)
     for block in range(2):
         torch.testing.assert_close(pool.v[1][slots[block]], x @ a[block].T)
     assert not pool.v[0].any(), "the other layer is untouched"
@@ -105,7 +114,7 @@ def test_key_rows_are_stored_beside_value_rows() -> None:
     x = torch.randn(3, 8)
     v, k = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
     slots = torch.tensor([[1, 2, 3], [9, 5, 7]])
-    pool.write(0, slots, stacked_rows(x, [[v[0], k[0]], [v[1], k[1]]], 4))
+    write(pool, 0, slots, x, [[v[0], k[0]], [v[1], k[1]]], 4)
     assert pool.k is not None
     for block in range(2):
         torch.testing.assert_close(pool.v[0][slots[block]], x @ v[block].T)
@@ -118,7 +127,7 @@ def test_rows_of_a_smaller_rank_are_followed_by_zeros() -> None:
     x = torch.randn(2, 8)
     small, large = torch.randn(2, 8), torch.randn(8, 8)
     slots = torch.tensor([[1, 2], [3, 4]])
-    pool.write(0, slots, stacked_rows(x, [[small], [large]], 8))
+    write(pool, 0, slots, x, [[small], [large]], 8)
     torch.testing.assert_close(pool.v[0][[1, 2], :2], x @ small.T)
     assert not pool.v[0][[1, 2], 2:].any()
     torch.testing.assert_close(pool.v[0][[3, 4]], x @ large.T)
@@ -127,17 +136,9 @@ def test_rows_of_a_smaller_rank_are_followed_by_zeros() -> None:
 def test_tokens_that_are_not_kept_go_to_the_dump() -> None:
     pool = make_pool(size=10, width=4)
     x, a = torch.randn(3, 8), torch.randn(4, 8)
-    pool.write(0, torch.tensor([[0, 6, 0]]), stacked_rows(x, [[a]], 4))
+    write(pool, 0, torch.tensor([[0, 6, 0]]), x, [[a]], 4)
     torch.testing.assert_close(pool.v[0][6], x[1] @ a.T)
     assert not pool.v[0][1:6].any() and not pool.v[0][7:].any()
-
-
-def test_rows_of_a_wider_type_are_stored_in_the_pools_type() -> None:
-    """The product has the model's type, which is the pool's; nothing is scaled or shifted."""
-    pool = make_pool(size=4, width=2, dtype=torch.bfloat16)
-    rows = torch.randn(2, 2).bfloat16()
-    pool.write(0, torch.tensor([[2, 1]]), rows)
-    assert torch.equal(pool.v[0][[2, 1]], rows)
 
 
 # -- bytes -------------------------------------------------------------------------

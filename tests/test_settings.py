@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,16 @@ from precache_sglang.config import (
 )
 from precache_sglang.errors import SettingsError, UnsupportedError
 from precache_sglang.methods import DEFAULT_METHOD, METHODS, OFF, Rows
-from precache_sglang.resolution import _REFUSED, _REFUSED_ENVIRONMENT, refuse_unsupported
+from precache_sglang.resolution import (
+    _REFUSED,
+    _REFUSED_ENVIRONMENT,
+    _graph_config,
+    refuse_unsupported,
+)
 
 with quiet_imports():
     from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
     from sglang.srt.server_args import ServerArgs
 
 # A value of each refused option that is in use, and what SGLang has when it is not.
@@ -54,7 +61,7 @@ class Config:
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("METHOD", "SCHEDULE", "LR_TOKENS", "TEAM", "MAX_NEUTRAL_WAIT"):
+    for name in ("METHOD", "SCHEDULE", "LR_TOKENS", "TEAM", "MAX_NEUTRAL_WAIT", "KERNELS", "CUDA_GRAPH"):
         monkeypatch.delenv(f"PRECACHE_{name}", raising=False)
     for name in _REFUSED_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
@@ -138,7 +145,7 @@ def test_the_environment_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("METHOD", "SCHEDULE", "LR_TOKENS", "TEAM", "MAX_NEUTRAL_WAIT"):
+    for name in ("METHOD", "SCHEDULE", "LR_TOKENS", "TEAM", "MAX_NEUTRAL_WAIT", "KERNELS", "CUDA_GRAPH"):
         monkeypatch.setenv(f"PRECACHE_{name}", "")
     assert Settings.from_mapping({}) == Settings()
 
@@ -287,3 +294,64 @@ def test_sglang_knows_every_variable_that_we_refuse() -> None:
         from sglang.srt.environ import envs
     for name in _REFUSED_ENVIRONMENT:
         assert getattr(envs, name).get() is False
+
+
+# -- graphs ------------------------------------------------------------------------
+
+
+def graphs(decode: str = "full", prefill: str = "breakable", device: str = "cuda") -> Any:
+    """What SGLang has settled by the time that it asks us."""
+    config = CudaGraphConfig(PhaseConfig(backend=decode), PhaseConfig(backend=prefill))
+    return SimpleNamespace(cuda_graph_config=config, device=device)
+
+
+def test_graphs_are_off_unless_asked_for() -> None:
+    found = _graph_config(Settings(method="prelrshared"), graphs())
+    assert found.decode.backend == found.prefill.backend == "disabled"
+
+
+def test_decode_steps_alone_are_captured() -> None:
+    config = graphs(decode="breakable")
+    config.cuda_graph_config.decode.max_bs = 24
+    found = _graph_config(Settings(method="prelrshared", cuda_graph=True), config)
+    assert (found.decode.backend, found.prefill.backend) == ("full", "disabled")
+    assert found.decode.max_bs == 24, "what else the operator said still holds"
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({}, graphs(device="cpu"), "the device is cpu"),
+        ({"kernels": "torch"}, graphs(), "--precache-kernels is torch"),
+        ({}, graphs(decode="disabled"), "--cuda-graph-backend-decode"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(
+    settings: dict[str, Any], config: Any, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        _graph_config(Settings(method="prelrshared", cuda_graph=True, **settings), config)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"precache_kernels": "cuda"}, "--precache-kernels 'cuda'"),
+        ({"precache_cuda_graph": "perhaps"}, "--precache-cuda-graph 'perhaps'"),
+    ],
+)
+def test_wrong_kernel_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Settings.from_mapping(values)
+
+
+def test_kernel_settings_come_from_flags_and_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Settings.from_mapping({}).kernels == "auto"
+    assert not Settings.from_mapping({}).cuda_graph
+    assert Settings.from_mapping({"precache_cuda_graph": True}).cuda_graph
+    monkeypatch.setenv("PRECACHE_KERNELS", "triton")
+    monkeypatch.setenv("PRECACHE_CUDA_GRAPH", "1")
+    assert Settings.from_mapping({}) == Settings(kernels="triton", cuda_graph=True)
+    assert not Settings.from_mapping({"precache_cuda_graph": "0"}).cuda_graph

@@ -24,13 +24,15 @@ from typing import Any
 
 import torch
 import triton
-from precache_sglang.kernels import lr_decode, lr_extend, lr_write
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ops import lr_decode, lr_extend, lr_write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 96, 128, 256)
-WIDTHS = (8, 16, 32, 64)
+WIDTHS = (16, 32, 64)  # tiles of rows; smaller ranks are padded to 16
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SPARED = (64, 128)  # head sizes of the models that most people serve: they must not spill
 GROUP = 4
@@ -70,7 +72,7 @@ def builds(archs: list[int]) -> Iterator[tuple[Build, Any, dict[str, Any]]]:
     """``(build, kernel, configuration)`` of everything that the wrappers can launch."""
     for arch, (name, dtype), width in itertools.product(archs, DTYPES.items(), WIDTHS):
         block_r = max(16, triton.next_power_of_2(width))
-        for head_dim, rows in itertools.product(HEAD_DIMS, ("none", "v", "k", "kv")):
+        for head_dim, rows in itertools.product(HEAD_DIMS, ("none", "v", "kv")):
             if rows == "none" and width != WIDTHS[0]:
                 continue
             shape = {
@@ -96,11 +98,11 @@ def builds(archs: list[int]) -> Iterator[tuple[Build, Any, dict[str, Any]]]:
             yield (
                 Build("decode", arch, name, head_dim, width, rows),
                 lr_decode._decode_part,
-                shape | config | {"NUM_SPLITS": 16},
+                shape | config | {"NUM_SPLITS": 32},
             )
             if rows == "none":
                 join = {"HEAD_DIM": head_dim, "BLOCK_D": shape["BLOCK_D"]}
-                join |= {"NUM_SPLITS": 16, "BLOCK_SPLITS": 16, "num_warps": 4}
+                join |= {"NUM_SPLITS": 32, "BLOCK_SPLITS": 32, "num_warps": 4}
                 build = Build("join", arch, name, head_dim, width, rows)
                 yield build, lr_decode._join_parts, join
         for parts in (1, 2):

@@ -100,6 +100,11 @@ def splits_for(num_requests: int, kv_heads: int, num_processors: int, context_le
     return max(1, min(wanted, triton.cdiv(context_len, 256), 128))
 
 
+def most_parts(max_requests: int, kv_heads: int, num_processors: int) -> int:
+    """An upper bound of requests times KV heads times `splits_for`, for any batch."""
+    return 2 * num_processors + max_requests * kv_heads
+
+
 def decode_config(head_dim: int, block_r: int, group: int, dtype: torch.dtype) -> dict[str, Any]:
     wide = head_dim > 128 or dtype == torch.float32
     return {
@@ -245,16 +250,16 @@ def _join_parts(
     request, head = tl.program_id(0), tl.program_id(1)
     s = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)
-    part = (request.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS + s
-    lse = tl.load(PartLse + part, mask=s < NUM_SPLITS, other=float("-inf"))
+    first = (request.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS
+    lse = tl.load(PartLse + first + s, mask=s < NUM_SPLITS, other=float("-inf"))
     largest = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weight, 0)
-    values = tl.load(
-        Parts + part[:, None] * HEAD_DIM + d[None, :],
-        mask=(s < NUM_SPLITS)[:, None] & (d < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    joined = tl.sum(values * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+    joined = tl.zeros([BLOCK_D], tl.float32)
+    for split in range(NUM_SPLITS):
+        part = first + split
+        weight = tl.exp2(tl.load(PartLse + part) - largest)
+        joined += weight * tl.load(Parts + part * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    joined = joined / tl.where(total == 0.0, 1.0, total)
     at = Out + request.to(tl.int64) * stride_o_token + head * stride_o_head
     tl.store(at + d, joined.to(Out.dtype.element_ty), mask=d < HEAD_DIM)

@@ -118,3 +118,27 @@ def _flash(
         scale=scale,
     )
     return out, lse
+
+
+def write_rows(
+    x: torch.Tensor,
+    stack: torch.Tensor,
+    slots: torch.Tensor,
+    rows_v: torch.Tensor,
+    rows_k: torch.Tensor | None,
+) -> None:
+    """Compute the LR rows of a whole team in one product and store them at `slots`.
+
+    Args:
+        x: ``[tokens, hidden]``, the input of the layer's attention projections.
+        stack: ``[blocks * parts * width, hidden]``: per adapter A_v, then, with key rows,
+            A_k; rows beyond an adapter's rank are zero.
+        slots: ``[blocks, tokens]`` int64; 0 where nothing is to be kept.
+        rows_v, rows_k: ``[lr slots, width]``; slot 0 takes what nobody reads.
+    """
+    num_blocks, num_tokens = slots.shape
+    width = rows_v.shape[1]
+    by_block = (x @ stack.T).view(num_tokens, num_blocks, -1, width)
+    flat = slots.reshape(-1)
+    for part, rows in enumerate((rows_v,) if rows_k is None else (rows_v, rows_k)):
+        rows.index_copy_(0, flat, by_block[:, :, part].transpose(0, 1).reshape(-1, width))
