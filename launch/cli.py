@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     elif command == "model":
         from precache_sglang.launch.model import main as model
 
-        model()
+        raise SystemExit(model(rest))
     elif command in ("-h", "--help"):
         print(_USAGE)
     else:

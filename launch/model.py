@@ -17,6 +17,7 @@ The role adapters trained for this model ship with the project; `demo_adapters` 
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import importlib.util
@@ -29,7 +30,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -308,8 +309,13 @@ def _convert(gguf_file: Path, target: Path) -> None:
         file.chmod(0o644)  # safetensors creates its file as 0600
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Build the demo model if needed; print its folder on stdout, everything else on stderr."""
+    argparse.ArgumentParser(
+        prog="precache-sglang model",
+        description="Build the demo model in your cache folder, unless it is there, and print "
+        "where it is.",
+    ).parse_args(argv)
     try:
         folder = ensure_demo_model(log=lambda line: print(line, file=sys.stderr, flush=True))
     except DemoModelError as error:

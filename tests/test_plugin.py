@@ -271,6 +271,19 @@ def test_off_leaves_sglang_as_it_was(model: Path, adapters: dict[str, Path]) -> 
             generate(server, context, "nobody")
 
 
+# -- commands ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "doctor", "model"])
+def test_every_command_explains_itself_and_does_nothing_else(command: str, tmp_path: Path) -> None:
+    result = run(
+        *("-m", "precache_sglang.launch.cli", command, "--help"), XDG_CACHE_HOME=str(tmp_path)
+    )
+    assert result.returncode == 0
+    assert f"usage: precache-sglang {command}" in result.stdout
+    assert not list(tmp_path.rglob("*.gguf")) and not list(tmp_path.rglob("*.safetensors"))
+
+
 # -- doctor ------------------------------------------------------------------
 
 
