@@ -69,6 +69,11 @@ def create_backend(runner: ModelRunner, runtime: Runtime) -> PrecacheAttnBackend
     if runtime.kernels == "auto":
         runtime.kernels = "triton" if on_gpu else "torch"
     if runtime.kernels == "torch":
+        if on_gpu:
+            raise SettingsError(
+                "--precache-kernels torch runs on operators that a GPU lacks; use triton, or start "
+                "with --precache-method off."
+            )
         from precache_sglang.torch_attention import TorchAttnBackend
 
         return TorchAttnBackend(runner, runtime)

@@ -104,6 +104,10 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
     if settings.policy is None:
         return
     require_patches()
+    if config.page_size not in (None, 1) and _given(server_args, "page_size") in (None, 1):
+        # Chosen for the attention backend that SGLang would have taken here.
+        declare_resolution(server_args, _SOURCE, page_size=1)
+        config = resolving_view(server_args)
     refuse_unsupported(config)
     if config.disable_overlap_schedule is not True:
         declare_resolution(server_args, _SOURCE, disable_overlap_schedule=True)
@@ -121,6 +125,11 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
         cuda_graph_config=_graph_config(settings, config),
     )
     logger.info("precache: method %s, schedule %s", settings.method, settings.schedule)
+
+
+def _given(server_args: ServerArgs, name: str) -> Any:
+    """What the operator wrote, before SGLang filled in the rest."""
+    return (getattr(server_args, "_raw_input", None) or {}).get(name)
 
 
 def _graph_config(settings: Settings, config: Any) -> CudaGraphConfig:
@@ -147,6 +156,12 @@ def _graph_config(settings: Settings, config: Any) -> CudaGraphConfig:
             f"--precache-cuda-graph needs a GPU and the triton kernels, but the device is "
             f"{config.device} and --precache-kernels is {settings.kernels}; leave it out."
         )
+    for flag, name in (
+        ("--enable-torch-compile", "enable_torch_compile"),
+        ("--debug-cuda-graph", "debug_cuda_graph"),
+    ):
+        if getattr(config, name):
+            raise SettingsError(f"--precache-cuda-graph does not work with {flag}; leave one out.")
     if graphs.decode.backend == Backend.DISABLED:
         raise SettingsError(
             "--precache-cuda-graph asks for graphs that other flags switch off; leave out "

@@ -11,6 +11,7 @@ a captured graph serves whoever is in the batch at its replay.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from precache_sglang.runtime import Runtime
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,7 +63,8 @@ class TritonAttnBackend(PrecacheAttnBackend):
     """See the module's docstring.
 
     Attributes:
-        flashinfer: SGLang's backend for batches without rows; None without a GPU.
+        flashinfer: SGLang's backend for batches without rows; None where it does not serve
+            the model, and without a GPU: our kernels serve all then.
         parts: The launches of the forward in progress; empty where `flashinfer` serves it.
     """
 
@@ -70,7 +74,6 @@ class TritonAttnBackend(PrecacheAttnBackend):
         self.on_gpu = self.device.type == "cuda"
         self.context_len: int = self.req_to_token.shape[1]
         self.parts: list[_Part] = []
-        self.flashinfer = _flashinfer(runner) if self.on_gpu else None
         self.num_processors = (
             torch.cuda.get_device_properties(self.device).multi_processor_count
             if self.on_gpu
@@ -81,9 +84,17 @@ class TritonAttnBackend(PrecacheAttnBackend):
         self.num_heads, self.kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
         self.head_dim: int = layer.qk_head_dim
         self._require_served_shapes()
+        self.flashinfer = _flashinfer(runner, self.head_dim) if self.on_gpu else None
+        if runtime.settings.cuda_graph and not runtime.method.base_kv and self.flashinfer is None:
+            raise UnsupportedError(
+                f"--precache-cuda-graph with method {runtime.method.name} needs FlashInfer, which "
+                "is not there or does not serve this model; leave it out."
+            )
         # For the largest batch at once: captured graphs must not see it move.
-        most = self.num_heads // self.kv_heads * most_parts(
-            len(self.req_to_token), self.kv_heads, self.num_processors
+        most = (
+            self.num_heads
+            // self.kv_heads
+            * most_parts(len(self.req_to_token), self.kv_heads, self.num_processors)
         )
         self._part_out = torch.empty(most * self.head_dim, dtype=torch.float32, device=self.device)
         self._part_lse = torch.empty(most, dtype=torch.float32, device=self.device)
@@ -95,6 +106,8 @@ class TritonAttnBackend(PrecacheAttnBackend):
         problem = None
         if self.head_dim not in HEAD_DIMS:
             problem = f"The model's head size {self.head_dim} is not one of {HEAD_DIMS}"
+        elif self.kv_pool.dtype != self.runtime.dtype:
+            problem = f"KV is stored in {self.kv_pool.dtype}, the model in {self.runtime.dtype}"
         elif self.runtime.method.base_kv and roles.width > MAX_RANK:
             problem = f"--max-lora-rank {roles.width} is above {MAX_RANK}"
         elif roles.has_k and any(
@@ -104,7 +117,7 @@ class TritonAttnBackend(PrecacheAttnBackend):
         if problem:
             raise UnsupportedError(
                 f"{problem}, which the Triton kernels do not serve; start with "
-                "--precache-kernels torch."
+                f"--precache-{'method off' if self.on_gpu else 'kernels torch'}."
             )
 
     def _tables(self, runner: ModelRunner) -> AdapterTables:
@@ -240,13 +253,20 @@ class TritonAttnBackend(PrecacheAttnBackend):
         ]
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self.runtime.method.base_kv:
-            torch.index_select(
-                self.runtime.req_to_adapter,
-                0,
-                forward_batch.req_pool_indices,
-                out=self._graph_adapters[: forward_batch.batch_size],
-            )
+        if not self.runtime.method.base_kv:
+            assert self.flashinfer is not None
+            self.flashinfer.init_forward_metadata_in_graph(forward_batch)
+            return
+        torch.index_select(
+            self.runtime.req_to_adapter,
+            0,
+            forward_batch.req_pool_indices,
+            out=self._graph_adapters[: forward_batch.batch_size],
+        )
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        if self.flashinfer is not None and not self.runtime.method.base_kv:
+            self.flashinfer.on_after_cuda_graph_warmup()
 
     # -- a layer -------------------------------------------------------------
 
@@ -279,9 +299,7 @@ class TritonAttnBackend(PrecacheAttnBackend):
             if part.q_indptr is not None:
                 lr_extend(mine, result, inputs, part.q_indptr, part.max_new_tokens)
             elif len(mine):
-                splits = splits_for(
-                    len(mine), self.kv_heads, self.num_processors, part.max_tokens
-                )
+                splits = splits_for(len(mine), self.kv_heads, self.num_processors, part.max_tokens)
                 lr_decode(mine, result, inputs, *self._scratch(len(mine), splits))
         return out.view(q.shape[0], -1)
 
@@ -324,7 +342,18 @@ class TritonAttnBackend(PrecacheAttnBackend):
         return parts, self._part_lse[:count].view(shape)
 
 
-def _flashinfer(runner: ModelRunner) -> AttentionBackend:
+def _flashinfer(runner: ModelRunner, head_dim: int) -> AttentionBackend | None:
+    """SGLang's FlashInfer backend, or None where its kernels lack the dtype or head size."""
+    from sglang.srt.utils import is_flashinfer_available
+
+    served = runner.dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128, 256)
+    if not served or not is_flashinfer_available():
+        logger.info("precache: batches without low-rank rows run on the Triton kernels too")
+        return None
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-    return FlashInferAttnBackend(runner, init_new_workspace=runner.init_new_workspace)
+    backend = FlashInferAttnBackend(runner, init_new_workspace=runner.init_new_workspace)
+    # Its other way reads new tokens from the arguments. Those that are computed again, though
+    # the tree holds them, must be read from the tree.
+    backend.use_paged = True
+    return backend

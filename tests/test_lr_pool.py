@@ -8,6 +8,7 @@ from standins import quiet_imports
 
 with quiet_imports():
     from precache_sglang.kernels.reference import write_rows
+
     from precache_sglang.lr_pool import LRPool
 
 

@@ -61,7 +61,15 @@ class Config:
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("METHOD", "SCHEDULE", "LR_TOKENS", "TEAM", "MAX_NEUTRAL_WAIT", "KERNELS", "CUDA_GRAPH"):
+    for name in (
+        "METHOD",
+        "SCHEDULE",
+        "LR_TOKENS",
+        "TEAM",
+        "MAX_NEUTRAL_WAIT",
+        "KERNELS",
+        "CUDA_GRAPH",
+    ):
         monkeypatch.delenv(f"PRECACHE_{name}", raising=False)
     for name in _REFUSED_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
@@ -145,7 +153,15 @@ def test_the_environment_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("METHOD", "SCHEDULE", "LR_TOKENS", "TEAM", "MAX_NEUTRAL_WAIT", "KERNELS", "CUDA_GRAPH"):
+    for name in (
+        "METHOD",
+        "SCHEDULE",
+        "LR_TOKENS",
+        "TEAM",
+        "MAX_NEUTRAL_WAIT",
+        "KERNELS",
+        "CUDA_GRAPH",
+    ):
         monkeypatch.setenv(f"PRECACHE_{name}", "")
     assert Settings.from_mapping({}) == Settings()
 
@@ -299,10 +315,17 @@ def test_sglang_knows_every_variable_that_we_refuse() -> None:
 # -- graphs ------------------------------------------------------------------------
 
 
-def graphs(decode: str = "full", prefill: str = "breakable", device: str = "cuda") -> Any:
+def graphs(
+    decode: str = "full", prefill: str = "breakable", device: str = "cuda", compiled: bool = False
+) -> Any:
     """What SGLang has settled by the time that it asks us."""
     config = CudaGraphConfig(PhaseConfig(backend=decode), PhaseConfig(backend=prefill))
-    return SimpleNamespace(cuda_graph_config=config, device=device)
+    return SimpleNamespace(
+        cuda_graph_config=config,
+        device=device,
+        enable_torch_compile=compiled,
+        debug_cuda_graph=False,
+    )
 
 
 def test_graphs_are_off_unless_asked_for() -> None:
@@ -324,6 +347,7 @@ def test_decode_steps_alone_are_captured() -> None:
         ({}, graphs(device="cpu"), "the device is cpu"),
         ({"kernels": "torch"}, graphs(), "--precache-kernels is torch"),
         ({}, graphs(decode="disabled"), "--cuda-graph-backend-decode"),
+        ({}, graphs(compiled=True), "--enable-torch-compile"),
     ],
 )
 def test_graphs_that_cannot_be_are_refused(

@@ -23,6 +23,7 @@ from agreement import TOLERANCE, Trajectory, random_turns, run_trajectories
 from ops.lr_write import lr_write
 from precache_sglang.launch.process import ServerProcess
 from reference import ReferenceEngine, Weights
+from standins import fake_lora, fake_lora_manager
 from tiny import make_adapter, make_model
 
 from precache_sglang.adapter_tables import NO_ADAPTER, AdapterTables
@@ -40,9 +41,7 @@ VARIANTS = [("prelrshared", "auto"), *(("rebaseshared", s) for s in ("lp", "db",
 
 
 @pytest.mark.parametrize(("method", "schedule"), VARIANTS)
-def test_a_server_on_the_triton_backend_agrees(
-    method: str, schedule: str, tmp_path: Path
-) -> None:
+def test_a_server_on_the_triton_backend_agrees(method: str, schedule: str, tmp_path: Path) -> None:
     # Heads of 64, the smallest that the kernels serve.
     model = make_model(
         tmp_path / "model", hidden_size=128, num_attention_heads=2, num_key_value_heads=1,
@@ -200,6 +199,141 @@ def test_a_captured_step_stores_the_rows_of_whoever_replays_it(make: Callable[..
     torch.testing.assert_close(pool.v[0][11][: len(a)], a @ x[0])
 
 
+class LlamaForCausalLM(torch.nn.Module):
+    """As much of a model as an attention backend looks at: two layers, heads of 64."""
+
+    def __init__(self) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+        for layer_id in range(2):
+            layer = torch.nn.Module()
+            layer.qkv_proj = torch.nn.Linear(128, 256, bias=False)
+            layer.rotary_emb = SimpleNamespace(
+                cos_sin_cache=torch.randn(64, 64), is_neox_style=True
+            )
+            layer.attn = RadixAttention(2, 64, 0.125, num_kv_heads=1, layer_id=layer_id)
+            self.layers.append(layer)
+        self.logits_processor = torch.nn.Identity()
+
+
+def test_a_replayed_step_is_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture and replay call what SGLang's runner calls, in its order, on its static tensors."""
+    from sglang.srt.runtime_context import get_context
+
+    from precache_sglang import runtime as runtime_module
+    from precache_sglang.config import Settings
+    from precache_sglang.methods import METHODS
+    from precache_sglang.triton_attention import TritonAttnBackend
+
+    loras = {
+        name: fake_lora(seed, rank=rank, hidden=128, kv_size=64)
+        for seed, (name, rank) in enumerate((("plan", 4), ("action", 8)))
+    }
+    manager = fake_lora_manager(loras, hidden=128, kv_size=64)
+    monkeypatch.setattr(runtime_module, "_current", None)
+    settings = Settings(method="prelrshared", lr_tokens=200, cuda_graph=True)
+    with get_context().override_server_args():
+        runtime = runtime_module.Runtime(settings, METHODS["prelrshared"], manager)
+    keys, values = torch.randn(2, 2, 100, 1, 64)
+    kv_pool = SimpleNamespace(
+        dtype=torch.float32,
+        mem_usage=0.0,
+        get_key_buffer=lambda layer_id: keys[layer_id],
+        get_value_buffer=lambda layer_id: values[layer_id],
+    )
+    table = torch.randint(1, 100, (6, 64), dtype=torch.int32)
+    runner = SimpleNamespace(
+        device="cpu",
+        model=LlamaForCausalLM(),
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=kv_pool,
+        max_total_num_tokens=99,
+        server_args=SimpleNamespace(max_loaded_loras=4),
+    )
+    runtime.build_pools(runner)
+    pool = runtime.lr_pool
+    assert pool is not None
+    pool.v.normal_()
+    backend = TritonAttnBackend(runner, runtime)
+    tables = runtime.roles.tables
+    assert tables is not None
+    runtime.req_to_lr = torch.randint(1, 200, (6, 64), dtype=torch.int32)
+    adapters = runtime.roles.adapters
+    for row, name in ((1, "plan"), (2, None), (3, "action"), (4, "plan")):
+        runtime.req_to_adapter[row] = tables.row_of(adapters[name] if name else None)
+
+    def batch(rows: list[int], lengths: list[int]) -> Any:
+        return SimpleNamespace(
+            batch_size=len(rows),
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=torch.tensor(lengths),
+            seq_lens_cpu=torch.tensor(lengths),
+            lora_ids=[None] * len(rows),
+            forward_mode=SimpleNamespace(is_decode_or_idle=lambda: True),
+        )
+
+    def forward(size: int, x: torch.Tensor, fb: Any) -> list[torch.Tensor]:
+        out = []
+        for layer in runner.model.layers:
+            q, k, v = layer.qkv_proj(x[:size]).split((128, 64, 64), dim=1)
+            out.append(backend.forward_decode(q, k, v, layer.attn, fb, save_kv_cache=False))
+        return out
+
+    with torch.no_grad():
+        backend.init_cuda_graph_state(4, 4)
+        fill = backend.get_cuda_graph_seq_len_fill_value()
+        static = batch([0] * 4, [fill] * 4)
+        backend.init_forward_metadata_out_graph(static, in_capture=True)
+        captured_parts, captured_slots = backend.parts, runtime.write_slots
+        x = torch.zeros(4, 128)
+        for rows, lengths in (([1, 2, 3], [20, 33, 64]), ([3, 4, 1, 2], [1, 2, 50, 7])):
+            size = len(rows)
+            x[:size].normal_()
+            slots = torch.randperm(199)[: 2 * size].view(2, size) + 1
+            # Eagerly
+            eager = batch(rows, lengths)
+            runtime.write_slots = slots
+            runtime._stored_layers = 0
+            before = pool.v.clone()
+            backend.init_forward_metadata(eager)
+            expected = forward(size, x, eager)
+            stored = pool.v.clone()
+            pool.v.copy_(before)
+            # As a graph of four, with padding
+            static.req_pool_indices.fill_(0)
+            static.seq_lens.fill_(fill)
+            static.req_pool_indices[:size] = torch.tensor(rows)
+            static.seq_lens[:size] = torch.tensor(lengths)
+            runtime.write_slots = slots
+            runtime._stored_layers = 0
+            backend.init_forward_metadata_out_graph(static)
+            runtime.require_rows_stored(SimpleNamespace(precache_write_slots=slots))
+            # What a replay does: the captured calls on the captured tensors.
+            backend.parts, runtime.write_slots = captured_parts, captured_slots
+            backend.init_forward_metadata_in_graph(static)
+            found = forward(4, x, static)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one[:size], other)
+            torch.testing.assert_close(pool.v[:, 1:], stored[:, 1:])
+
+
+def test_steps_that_neutral_tokens_ride_along_in_do_not_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from precache_sglang.patches.decode_cuda_graph_runner import after_can_run_graph
+
+    from precache_sglang import runtime as runtime_module
+
+    for spans, expected in (([], True), ([object()], False)):
+        monkeypatch.setattr(runtime_module, "_current", SimpleNamespace(neutral_spans=spans))
+        assert after_can_run_graph(True, None, None) is expected
+        assert after_can_run_graph(False, None, None) is False
+    monkeypatch.setattr(runtime_module, "_current", None)
+    assert after_can_run_graph(True, None, None) is True
+
+
 # -- scripts for a GPU -------------------------------------------------------------------
 
 
@@ -216,7 +350,7 @@ def run_script(name: str, *args: str) -> str:
 
 
 def test_gpu_check_runs_in_the_interpreter(tmp_path: Path) -> None:
-    out = run_script("gpu_check.py", "--json", str(tmp_path / "check.json"))
+    out = run_script("gpu_check.py", "--seed", "1", "--json", str(tmp_path / "check.json"))
     assert "random cases of each kernel" in out
     for kernel in ("decode", "extend", "write"):
         assert f"\n{kernel} " in out

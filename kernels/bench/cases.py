@@ -24,18 +24,25 @@ PADDING = 7.0  # what slots that must not be written hold
 
 
 def make_case(
-    seed: int, decode: bool, device: str = "cpu"
+    seed: int, decode: bool, device: str = "cpu", kind: int | None = None
 ) -> tuple[torch.Tensor, AttentionInputs, torch.Tensor]:
-    """``q``, inputs and ``q_indptr`` of a random batch."""
-    rng = random.Random(seed)
+    """``q``, inputs and ``q_indptr`` of a random batch.
+
+    All that a kernel is compiled for follows from `kind`, where it is given, so that few kinds
+    need few compilations; lengths, slots and adapters follow from `seed`.
+    """
+    draw = random.Random(seed if kind is None else kind)
     generator = torch.Generator().manual_seed(seed)
-    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
-    head_dim = rng.choice([64, 64, 64, 96, 128, 128, 256])
-    kv_heads, group = rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 3, 4, 7])
-    num_adapters = rng.choice([1, 2, 3])
-    ranks = [rng.choice([4, 6, 8, 16, 24, 32, 64]) for _ in range(num_adapters)]
+    dtype = draw.choice([torch.float32, torch.float16, torch.bfloat16])
+    head_dim = draw.choice([64, 64, 64, 96, 128, 128, 256])
+    kv_heads, group = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 3, 4, 7])
+    num_adapters = draw.choice([1, 2, 3])
+    ranks = [draw.choice([4, 6, 8, 16, 24, 32, 64]) for _ in range(num_adapters)]
     width = max(ranks)
-    has_keys, has_values = rng.choice([(False, True), (True, True), (True, False), (False, False)])
+    has_keys, has_values = draw.choice([(False, True), (True, True), (True, False), (False, False)])
+    logit_cap, window = draw.choice([0.0, 0.0, 5.0]), draw.choice([-1, -1, 0, 20])
+    is_neox_style = draw.random() < 0.7
+    rng = random.Random(seed + 1)
     edges = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130]
     num_requests = rng.choice([1, 2, 4])
     new = [1 if decode else rng.choice(edges) for _ in range(num_requests)]
@@ -96,9 +103,9 @@ def make_case(
         seq_lens=torch.tensor(lengths),
         adapters=torch.tensor(adapters, dtype=torch.int32),
         scale=head_dim**-0.5,
-        logit_cap=rng.choice([0.0, 0.0, 5.0]),
-        window=rng.choice([-1, -1, 0, 20]),
-        is_neox_style=rng.random() < 0.7,
+        logit_cap=logit_cap,
+        window=window,
+        is_neox_style=is_neox_style,
     )
     q_indptr = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
     num_queries = num_requests if decode else int(q_indptr[-1])
@@ -114,7 +121,7 @@ def make_case(
 def oracle(q: torch.Tensor, inputs: AttentionInputs, q_indptr: torch.Tensor) -> torch.Tensor:
     """The same in float64, from the definition, one request after the other."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    kv_heads, head_dim = inputs.k.shape[1:]
+    kv_heads = inputs.k.shape[1]
     for i, (row, length, adapter) in enumerate(
         zip(inputs.rows, inputs.seq_lens, inputs.adapters, strict=True)
     ):
@@ -176,13 +183,13 @@ class WriteCase(NamedTuple):
     expected: list[torch.Tensor]
 
 
-def make_write_case(seed: int, device: str = "cpu") -> WriteCase:
-    rng = random.Random(seed)
+def make_write_case(seed: int, device: str = "cpu", kind: int | None = None) -> WriteCase:
+    draw, rng = random.Random(seed if kind is None else kind), random.Random(seed + 1)
     generator = torch.Generator().manual_seed(seed)
-    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    dtype = draw.choice([torch.float32, torch.float16, torch.bfloat16])
     tokens, hidden = rng.choice([1, 5, 32, 33, 70]), rng.choice([48, 64, 200, 576])
-    blocks, width = rng.choice([1, 3, 8]), rng.choice([4, 6, 8, 16, 40, 64])
-    parts = rng.choice([1, 2])
+    blocks, width = rng.choice([1, 3, 8]), draw.choice([4, 6, 8, 16, 40, 64])
+    parts = draw.choice([1, 2])
     x = (torch.randn(tokens, hidden, generator=generator) / hidden**0.5).to(dtype)
     stack = torch.randn(blocks * parts * width, hidden, generator=generator).to(dtype)
     size = 2 * tokens * blocks + 1

@@ -98,11 +98,11 @@ def builds(archs: list[int]) -> Iterator[tuple[Build, Any, dict[str, Any]]]:
             yield (
                 Build("decode", arch, name, head_dim, width, rows),
                 lr_decode._decode_part,
-                shape | config | {"NUM_SPLITS": 32},
+                shape | config,
             )
             if rows == "none":
                 join = {"HEAD_DIM": head_dim, "BLOCK_D": shape["BLOCK_D"]}
-                join |= {"NUM_SPLITS": 32, "BLOCK_SPLITS": 32, "num_warps": 4}
+                join |= {"BLOCK_SPLITS": lr_decode.MAX_SPLITS, "num_warps": 4}
                 build = Build("join", arch, name, head_dim, width, rows)
                 yield build, lr_decode._join_parts, join
         for parts in (1, 2):

@@ -9,13 +9,13 @@ serves any length.
 Cost per request of n tokens and KV head, with D the head size, r the rank, 16-bit KV:
 
     bytes    4 D n for keys and values; value rows add 2 r n, which is r / 2D of it: 3.1 % at
-             r = 8, D = 128. B_v is read once per split: 2 r D. Key rows add 2 r n, and 2 D n for
-             cosines and sines
+             r = 8, D = 128. B_v is read once per split: 2 r D. Key rows add 2 r n, and 4 D n for
+             cosines and sines, the same ones for all heads and requests
     FLOPs    4 D n per query head; value rows add 2 r n, r / 2D of it; key rows 4 r D n per KV
              head
 
 Decoding waits for memory, so the bytes say what rows cost: at n = 17,000, r = 8, D = 128, eight
-KV heads, 32 splits, the rows of one adapter are 272 KB for all heads where they stay in cache
+KV heads, 33 splits, the rows of one adapter are 272 KB for all heads where they stay in cache
 between them (2.2 MB where they do not) beside 69.6 MB, and B_v 0.5 MB: 1.1 % to 3.9 %.
 """
 
@@ -29,6 +29,8 @@ import triton.language as tl
 
 from .lr_rows import AttentionInputs
 from .lr_tile import add_low_rank, attend_tile, half_offsets
+
+MAX_SPLITS = 128
 
 
 def lr_decode(
@@ -55,6 +57,8 @@ def lr_decode(
     if not num_requests:
         return
     num_splits = parts.shape[2]
+    if num_splits > MAX_SPLITS:
+        raise ValueError(f"{num_splits} splits; at most {MAX_SPLITS} are joined")
     if parts.shape[:2] != q.shape[:2] or not (parts.is_contiguous() and part_lse.is_contiguous()):
         raise ValueError(f"parts is {tuple(parts.shape)}, q is {tuple(q.shape)}")
     constants = inputs.constants(num_heads)
@@ -67,7 +71,7 @@ def lr_decode(
         q.stride(0),
         q.stride(1),
         *inputs.strides(),
-        NUM_SPLITS=num_splits,
+        num_splits,
         **constants,
         **decode_config(head_dim, inputs.block_r, group, q.dtype),
     )
@@ -77,10 +81,10 @@ def lr_decode(
         out,
         out.stride(0),
         out.stride(1),
+        num_splits,
         HEAD_DIM=head_dim,
         BLOCK_D=constants["BLOCK_D"],
-        NUM_SPLITS=num_splits,
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        BLOCK_SPLITS=MAX_SPLITS,
         num_warps=4,
     )
 
@@ -97,7 +101,7 @@ def scratch(
 def splits_for(num_requests: int, kv_heads: int, num_processors: int, context_len: int) -> int:
     """Programs per request and KV head that fill the device, each with enough to do."""
     wanted = triton.cdiv(2 * num_processors, max(1, num_requests * kv_heads))
-    return max(1, min(wanted, triton.cdiv(context_len, 256), 128))
+    return max(1, min(wanted, triton.cdiv(context_len, 256), MAX_SPLITS))
 
 
 def most_parts(max_requests: int, kv_heads: int, num_processors: int) -> int:
@@ -115,7 +119,8 @@ def decode_config(head_dim: int, block_r: int, group: int, dtype: torch.dtype) -
     }
 
 
-@triton.jit
+# The number of splits follows the context: a kernel for each would be compiled while serving.
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode_part(
     Q,
     Parts,
@@ -149,7 +154,7 @@ def _decode_part(
     stride_cos,
     stride_req,
     stride_lr,
-    NUM_SPLITS: tl.constexpr,
+    num_splits,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -171,7 +176,7 @@ def _decode_part(
     begin = 0
     if WINDOW:
         begin = tl.maximum(0, seq_len - 1 - window)
-    share = tl.cdiv(tl.cdiv(seq_len - begin, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(seq_len - begin, num_splits), BLOCK_N) * BLOCK_N
     start = begin + split * share
     end = tl.minimum(seq_len, start + share)
 
@@ -222,9 +227,10 @@ def _decode_part(
 
     # A split without tokens has no weight in the join: its log-sum-exp is -inf.
     is_empty = total == 0.0
-    acc = acc / tl.where(is_empty, 1.0, total)[:, None]
+    total = tl.where(is_empty, 1.0, total)
+    acc = acc / total[:, None]
     lse = tl.where(is_empty, float("-inf"), max_score + tl.log2(total))
-    part = (request.to(tl.int64) * GROUP * tl.num_programs(1) + head) * NUM_SPLITS + split
+    part = (request.to(tl.int64) * GROUP * tl.num_programs(1) + head) * num_splits + split
     d = tl.arange(0, BLOCK_D)
     tl.store(
         Parts + part[:, None] * HEAD_DIM + d[None, :],
@@ -234,29 +240,29 @@ def _decode_part(
     tl.store(PartLse + part, lse, mask=in_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _join_parts(
     Parts,
     PartLse,
     Out,
     stride_o_token,
     stride_o_head,
+    num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
     """Weighted mean of the parts of one query head; log-sum-exps are in units of log2."""
     request, head = tl.program_id(0), tl.program_id(1)
     s = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)
-    first = (request.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS
-    lse = tl.load(PartLse + first + s, mask=s < NUM_SPLITS, other=float("-inf"))
+    first = (request.to(tl.int64) * tl.num_programs(1) + head) * num_splits
+    lse = tl.load(PartLse + first + s, mask=s < num_splits, other=float("-inf"))
     largest = tl.max(lse, 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(lse - largest), 0)
     joined = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(NUM_SPLITS):
+    for split in range(num_splits):
         part = first + split
         weight = tl.exp2(tl.load(PartLse + part) - largest)
         joined += weight * tl.load(Parts + part * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)

@@ -12,11 +12,11 @@ r the rank, T the pairs of query and key (about N P + N²/2):
              r = 8, D = 128); key rows 4 r D for every key and query block, that is
              r / BLOCK_M of the base
     bytes    4 D (P + N) for every query block with 16-bit KV; value rows add 2 r (P + N), that
-             is r / 2D of it; key rows as much again, and 2 D more for cosines and sines
+             is r / 2D of it; key rows as much again, and 4 D (P + N) for cosines and sines in
+             float32, the same ones for all heads and requests, mostly from cache
 
-Key rows are expanded in registers, anew for each query block. Expanding them once per chunk
-into memory would write and read 4 D bytes per token and KV head, where reading the rows again
-costs 2 r; it would save r / BLOCK_M of the FLOPs. At r up to 64 the bytes are dearer.
+Key rows are expanded in registers, anew for each query block. kernels/README.md counts what
+expanding them once per chunk would save, and the memory that it would take.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def _extend(
                 False, False, CAP, WINDOW, NEOX,
             )  # fmt: skip
 
-    acc = acc / total[:, None]
+    # Beyond the last query, a window may hold no key at all.
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     d = tl.arange(0, BLOCK_D)
     o_at = Out + (q_start + m)[:, None].to(tl.int64) * stride_o_token + head * stride_o_head
     tl.store(

@@ -71,7 +71,8 @@ class AttentionInputs:
             raise ValueError(f"head size {head_dim} is not one of {HEAD_DIMS}")
         if q.dtype not in DTYPES or not q.dtype == out.dtype == self.k.dtype == self.v.dtype:
             raise ValueError(
-                f"q is {q.dtype}, out {out.dtype}, KV {self.k.dtype}; one of {DTYPES} for all"
+                f"q is {q.dtype}, out {out.dtype}, K {self.k.dtype}, V {self.v.dtype}; one dtype of "
+                f"{DTYPES} serves all"
             )
         if q.shape != out.shape:
             raise ValueError(f"out is {tuple(out.shape)}, q is {tuple(q.shape)}")
@@ -79,12 +80,10 @@ class AttentionInputs:
             raise ValueError(f"{q.shape[1]} query heads do not share {self.k.shape[1]} KV heads")
         if self.width > MAX_RANK:
             raise ValueError(f"low-rank rows are {self.width} wide; at most {MAX_RANK} fit")
-        if self.rows_k is not None:
-            if self.cos_sin is None or self.cos_sin.shape[1] != head_dim:
-                raise ValueError(
-                    "key rows are rotated over the whole head: cos_sin must be [positions, "
-                    f"{head_dim}]"
-                )
+        if self.rows_k is not None and (self.cos_sin is None or self.cos_sin.shape[1] != head_dim):
+            raise ValueError(
+                f"key rows are rotated over the whole head: cos_sin must be [positions, {head_dim}]"
+            )
         for name in ("k", "v", "rows_k", "rows_v", "b_k", "b_v", "cos_sin", "req_to_token"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.stride(-1) != 1:

@@ -115,7 +115,7 @@ def attend_tile(
     k1 = tl.load(k_at + first[None, :], mask=k_mask, other=0.0)
     k2 = tl.load(k_at + second[None, :], mask=k_mask, other=0.0)
     if LR_KEYS:
-        l = tl.load(
+        rows = tl.load(
             LK + lr_slot[:, None] * stride_lk_slot + r[None, :],
             mask=in_range[:, None] & (r < rank)[None, :],
             other=0.0,
@@ -124,8 +124,8 @@ def attend_tile(
         b_mask = (r < rank)[:, None] & in_half[None, :]
         b1 = tl.load(b_at + first[None, :], mask=b_mask, other=0.0)
         b2 = tl.load(b_at + second[None, :], mask=b_mask, other=0.0)
-        x1 = dot(l, b1)
-        x2 = dot(l, b2)
+        x1 = dot(rows, b1)
+        x2 = dot(rows, b2)
         i = tl.arange(0, BLOCK_HALF)
         angle = CosSin + n[:, None] * stride_cos + i[None, :]
         cos = tl.load(angle, mask=k_mask, other=0.0).to(tl.float32)
@@ -158,12 +158,12 @@ def attend_tile(
     p = p.to(v.dtype)
     acc = acc * old[:, None] + dot(p, v)
     if LR_VALUES:
-        l = tl.load(
+        rows = tl.load(
             LV + lr_slot[:, None] * stride_lv_slot + r[None, :],
             mask=in_range[:, None] & (r < rank)[None, :],
             other=0.0,
         )
-        acc_rows = acc_rows * old[:, None] + dot(p, l)
+        acc_rows = acc_rows * old[:, None] + dot(p, rows)
     return new_max, total, acc, acc_rows
 
 
