@@ -23,12 +23,21 @@ from agreement import TOLERANCE, Trajectory, random_turns, run_trajectories
 from ops.lr_write import lr_write
 from precache_sglang.launch.process import ServerProcess
 from reference import ReferenceEngine, Weights
-from standins import fake_lora, fake_lora_manager
+from standins import fake_lora, fake_lora_manager, quiet_imports
 from tiny import make_adapter, make_model
 
-from precache_sglang.adapter_tables import NO_ADAPTER, AdapterTables
-from precache_sglang.errors import AdapterError
-from precache_sglang.roles import Adapter, Projection
+with quiet_imports():
+    from precache_sglang.patches.decode_cuda_graph_runner import after_can_run_graph
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.runtime_context import get_context
+
+    from precache_sglang import runtime as runtime_module
+    from precache_sglang.adapter_tables import NO_ADAPTER, AdapterTables
+    from precache_sglang.config import Settings
+    from precache_sglang.errors import AdapterError
+    from precache_sglang.methods import METHODS
+    from precache_sglang.roles import Adapter, Projection
+    from precache_sglang.triton_attention import TritonAttnBackend
 
 ROOT = Path(__file__).parents[1]
 TARGETS: dict[str, dict[str, Any]] = {
@@ -203,8 +212,6 @@ class LlamaForCausalLM(torch.nn.Module):
     """As much of a model as an attention backend looks at: two layers, heads of 64."""
 
     def __init__(self) -> None:
-        from sglang.srt.layers.radix_attention import RadixAttention
-
         super().__init__()
         self.layers = torch.nn.ModuleList()
         for layer_id in range(2):
@@ -220,13 +227,6 @@ class LlamaForCausalLM(torch.nn.Module):
 
 def test_a_replayed_step_is_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture and replay call what SGLang's runner calls, in its order, on its static tensors."""
-    from sglang.srt.runtime_context import get_context
-
-    from precache_sglang import runtime as runtime_module
-    from precache_sglang.config import Settings
-    from precache_sglang.methods import METHODS
-    from precache_sglang.triton_attention import TritonAttnBackend
-
     loras = {
         name: fake_lora(seed, rank=rank, hidden=128, kv_size=64)
         for seed, (name, rank) in enumerate((("plan", 4), ("action", 8)))
@@ -322,10 +322,6 @@ def test_a_replayed_step_is_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> N
 def test_steps_that_neutral_tokens_ride_along_in_do_not_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from precache_sglang.patches.decode_cuda_graph_runner import after_can_run_graph
-
-    from precache_sglang import runtime as runtime_module
-
     for spans, expected in (([], True), ([object()], False)):
         monkeypatch.setattr(runtime_module, "_current", SimpleNamespace(neutral_spans=spans))
         assert after_can_run_graph(True, None, None) is expected

@@ -71,8 +71,8 @@ class AttentionInputs:
             raise ValueError(f"head size {head_dim} is not one of {HEAD_DIMS}")
         if q.dtype not in DTYPES or not q.dtype == out.dtype == self.k.dtype == self.v.dtype:
             raise ValueError(
-                f"q is {q.dtype}, out {out.dtype}, K {self.k.dtype}, V {self.v.dtype}; one dtype of "
-                f"{DTYPES} serves all"
+                f"q is {q.dtype}, out {out.dtype}, K {self.k.dtype}, V {self.v.dtype}; all must "
+                f"have one of {DTYPES}"
             )
         if q.shape != out.shape:
             raise ValueError(f"out is {tuple(out.shape)}, q is {tuple(q.shape)}")
