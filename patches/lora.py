@@ -1,7 +1,7 @@
 """sglang.srt.lora
 
 Why: base KV must stay free of the adapter's part of K and V, and we must learn of every
-adapter that comes or goes.
+adapter that comes or goes. And ``--load-format dummy`` is for models: SGLang fails on adapters.
 How: the K and V rows of the LoRA B that SGLang copies into its buffers are zeroed, so
 its kernels add only the query's delta. The true B is kept by `precache_sglang.roles`
 and applied when rows are read.
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from precache_sglang.patches import Patch
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.lora.layers import QKVParallelLinearWithLoRA
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.lora_manager import LoRAManager
@@ -28,7 +30,16 @@ from precache_sglang.roles import require_fields, require_rank, validate_config
 from precache_sglang.runtime import current
 
 
-def after_manager_init(_result: None, manager: LoRAManager, *_args: Any, **_kwargs: Any) -> None:
+def around_manager_init(
+    original: Callable[..., None],
+    manager: LoRAManager,
+    *args: Any,
+    load_config: LoadConfig,
+    **kwargs: Any,
+) -> None:
+    if load_config.load_format == LoadFormat.DUMMY:
+        load_config = replace(load_config, load_format=LoadFormat.AUTO)
+    original(manager, *args, load_config=load_config, **kwargs)
     runtime_module.create(manager)
 
 
@@ -110,7 +121,7 @@ def after_slice_lora_b_weights(
 _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 _CONFIG = "sglang.srt.lora.lora_config.LoRAConfig"
 PATCHES = [
-    Patch(f"{_MANAGER}.__init__", "after", after_manager_init),
+    Patch(f"{_MANAGER}.__init__", "around", around_manager_init),
     Patch(f"{_MANAGER}.load_lora_adapter", "after", after_load),
     Patch(f"{_MANAGER}.load_lora_adapter_from_tensors", "after", after_load),
     Patch(f"{_MANAGER}.unload_lora_adapter", "after", after_unload),

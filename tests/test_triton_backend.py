@@ -82,7 +82,8 @@ def test_a_server_on_the_triton_backend_agrees(method: str, schedule: str, tmp_p
 
 
 def test_triton_without_a_gpu_is_refused(model: Path, adapters: dict[str, Path]) -> None:
-    server = ServerProcess(model, adapters, ["--precache-kernels", "triton", "--dtype", "float32"])
+    args = ["--precache-kernels", "triton", "--dtype", "float32", "--skip-tokenizer-init"]
+    server = ServerProcess(model, adapters, args)
     with pytest.raises(RuntimeError, match="--precache-kernels triton needs a GPU"), server:
         pass
 

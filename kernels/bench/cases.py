@@ -35,7 +35,7 @@ def make_case(
     generator = torch.Generator().manual_seed(seed)
     dtype = draw.choice([torch.float32, torch.float16, torch.bfloat16])
     head_dim = draw.choice([64, 64, 64, 96, 128, 128, 256])
-    kv_heads, group = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 3, 4, 7])
+    kv_heads, group = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3, 4, 7])
     num_adapters = draw.choice([1, 2, 3])
     ranks = [draw.choice([4, 6, 8, 16, 24, 32, 64]) for _ in range(num_adapters)]
     width = max(ranks)
@@ -43,8 +43,8 @@ def make_case(
     logit_cap, window = draw.choice([0.0, 0.0, 5.0]), draw.choice([-1, -1, 0, 20])
     is_neox_style = draw.random() < 0.7
     rng = random.Random(seed + 1)
-    edges = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130]
-    num_requests = rng.choice([1, 2, 4])
+    edges = [1, 1, 2, 2, 15, 16, 17, 17, 31, 32, 33, 63, 64, 65, 130]
+    num_requests = rng.choice([1, 1, 2, 2, 3])
     new = [1 if decode else rng.choice(edges) for _ in range(num_requests)]
     prefix = [rng.choice([0, 0, 1, *edges]) for _ in range(num_requests)]
     if decode and rng.random() < 0.3:

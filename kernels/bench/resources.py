@@ -1,8 +1,9 @@
 """Compile every kernel in every configuration for GPUs that need not be here.
 
-For each: registers per thread, shared memory, bytes spilled, as ``cuobjdump`` reads them from
-the cubin. Prints a table; ``--json FILE`` saves it. Ends with status 1 if a configuration for
-head sizes 64 and 128 spills, or does not compile.
+For each: registers per thread, shared memory, bytes of stack, which is where registers spill to,
+as ``cuobjdump`` reads them from the cubin. Prints a table; ``--json FILE`` saves it. Ends with
+status 1 if a configuration for head sizes 64 and 128 spills, or does not compile. ``--quick``
+leaves out what is compiled like something else: rank 32, and fp16 but for one head size.
 
     python kernels/bench/resources.py
     python kernels/bench/resources.py --arch 90 --json resources.json
@@ -68,8 +69,15 @@ class Build:
     error: str | None = None
 
 
-def builds(archs: list[int]) -> Iterator[tuple[Build, Any, dict[str, Any]]]:
+def builds(archs: list[int], quick: bool) -> Iterator[tuple[Build, Any, dict[str, Any]]]:
     """``(build, kernel, configuration)`` of everything that the wrappers can launch."""
+    for build, kernel, config in _all_builds(archs):
+        is_like_another = build.width == 32 or (build.dtype == "fp16" and build.head_dim != 128)
+        if not (quick and is_like_another):
+            yield build, kernel, config
+
+
+def _all_builds(archs: list[int]) -> Iterator[tuple[Build, Any, dict[str, Any]]]:
     for arch, (name, dtype), width in itertools.product(archs, DTYPES.items(), WIDTHS):
         block_r = max(16, triton.next_power_of_2(width))
         for head_dim, rows in itertools.product(HEAD_DIMS, ("none", "v", "kv")):
@@ -88,13 +96,13 @@ def builds(archs: list[int]) -> Iterator[tuple[Build, Any, dict[str, Any]]]:
                 "WINDOW": False,
                 "NEOX": True,
             }
-            config = lr_extend.extend_config(head_dim, block_r, dtype)
+            config = lr_extend.extend_config(head_dim, block_r, "k" in rows, dtype)
             yield (
                 Build("extend", arch, name, head_dim, width, rows),
                 lr_extend._extend,
                 shape | config,
             )
-            config = lr_decode.decode_config(head_dim, block_r, GROUP, dtype)
+            config = lr_decode.decode_config(head_dim, block_r, "k" in rows, GROUP, dtype)
             yield (
                 Build("decode", arch, name, head_dim, width, rows),
                 lr_decode._decode_part,
@@ -172,10 +180,11 @@ def table(done: list[Build]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES))
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     done: list[Build] = []
-    everything = list(builds(args.arch))
+    everything = list(builds(args.arch, args.quick))
     for number, (build, kernel, config) in enumerate(everything, start=1):
         try:
             compile_one(build, kernel, config)

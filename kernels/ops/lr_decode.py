@@ -73,7 +73,7 @@ def lr_decode(
         *inputs.strides(),
         num_splits,
         **constants,
-        **decode_config(head_dim, inputs.block_r, group, q.dtype),
+        **decode_config(head_dim, inputs.block_r, inputs.rows_k is not None, group, q.dtype),
     )
     _join_parts[(num_requests, num_heads)](
         parts,
@@ -109,11 +109,14 @@ def most_parts(max_requests: int, kv_heads: int, num_processors: int) -> int:
     return 2 * num_processors + max_requests * kv_heads
 
 
-def decode_config(head_dim: int, block_r: int, group: int, dtype: torch.dtype) -> dict[str, Any]:
-    wide = head_dim > 128 or dtype == torch.float32
+def decode_config(
+    head_dim: int, block_r: int, has_keys: bool, group: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """As `extend_config`."""
+    wide = head_dim > 128 or block_r > 32 or has_keys or dtype == torch.float32
     return {
         "BLOCK_M": max(16, triton.next_power_of_2(group)),
-        "BLOCK_N": 32 if wide or block_r > 32 else 64,
+        "BLOCK_N": 32 if wide else 64,
         "num_warps": 4,
         "num_stages": 2,
     }
@@ -208,11 +211,6 @@ def _decode_part(
                 HEAD_DIM, HALF, BLOCK_D, BLOCK_HALF, BLOCK_R, BLOCK_N,
                 HAS_KEYS, HAS_VALUES, CAP, WINDOW, NEOX,
             )  # fmt: skip
-        if HAS_VALUES:
-            acc = add_low_rank(
-                acc, acc_rows, BV + adapter * stride_b_adapter, kv_head, rank, stride_b_rank,
-                HEAD_DIM, BLOCK_D, BLOCK_R,
-            )  # fmt: skip
     else:
         for n in range(start, end, BLOCK_N):
             max_score, total, acc, acc_rows = attend_tile(
@@ -229,6 +227,11 @@ def _decode_part(
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
     acc = acc / total[:, None]
+    if HAS_VALUES and adapter >= 0:
+        acc = add_low_rank(
+            acc, acc_rows / total[:, None], BV + adapter * stride_b_adapter, kv_head,
+            tl.load(Ranks + adapter), stride_b_rank, HEAD_DIM, BLOCK_D, BLOCK_R,
+        )  # fmt: skip
     lse = tl.where(is_empty, float("-inf"), max_score + tl.log2(total))
     part = (request.to(tl.int64) * GROUP * tl.num_programs(1) + head) * num_splits + split
     d = tl.arange(0, BLOCK_D)

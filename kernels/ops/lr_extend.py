@@ -55,7 +55,7 @@ def lr_extend(
     num_requests, num_heads = inputs.seq_lens.shape[0], q.shape[1]
     if not q.shape[0]:
         return
-    config = extend_config(q.shape[2], inputs.block_r, q.dtype)
+    config = extend_config(q.shape[2], inputs.block_r, inputs.rows_k is not None, q.dtype)
     grid = (triton.cdiv(max_new_tokens, config["BLOCK_M"]), num_heads, num_requests)
     _extend[grid](
         q,
@@ -72,12 +72,14 @@ def lr_extend(
     )
 
 
-def extend_config(head_dim: int, block_r: int, dtype: torch.dtype) -> dict[str, Any]:
+def extend_config(
+    head_dim: int, block_r: int, has_keys: bool, dtype: torch.dtype
+) -> dict[str, Any]:
     """Tile sizes and launch settings; chosen so that nothing spills at head sizes 64 and 128."""
     wide = head_dim > 128 or dtype == torch.float32
     return {
         "BLOCK_M": 64 if wide else 128,
-        "BLOCK_N": 32 if wide or block_r > 32 else 64,
+        "BLOCK_N": 32 if wide or block_r > 32 or has_keys else 64,
         "num_warps": 8 if head_dim > 64 else 4,
         "num_stages": 2,
     }
@@ -173,11 +175,6 @@ def _extend(
                 HEAD_DIM, HALF, BLOCK_D, BLOCK_HALF, BLOCK_R, BLOCK_N,
                 HAS_KEYS, HAS_VALUES, CAP, WINDOW, NEOX,
             )  # fmt: skip
-        if HAS_VALUES:
-            acc = add_low_rank(
-                acc, acc_rows, BV + adapter * stride_b_adapter, kv_head, rank, stride_b_rank,
-                HEAD_DIM, BLOCK_D, BLOCK_R,
-            )  # fmt: skip
     else:
         for n in range(start, end, BLOCK_N):
             max_score, total, acc, acc_rows = attend_tile(
@@ -191,7 +188,13 @@ def _extend(
             )  # fmt: skip
 
     # Beyond the last query, a window may hold no key at all.
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None]
+    if HAS_VALUES and adapter >= 0:
+        acc = add_low_rank(
+            acc, acc_rows / total[:, None], BV + adapter * stride_b_adapter, kv_head,
+            tl.load(Ranks + adapter), stride_b_rank, HEAD_DIM, BLOCK_D, BLOCK_R,
+        )  # fmt: skip
     d = tl.arange(0, BLOCK_D)
     o_at = Out + (q_start + m)[:, None].to(tl.int64) * stride_o_token + head * stride_o_head
     tl.store(

@@ -179,7 +179,11 @@ def add_low_rank(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """``acc + acc_rows B_v``: ``[M, BLOCK_D]`` float32."""
+    """``acc + acc_rows B_v``: ``[M, BLOCK_D]`` float32, both divided by the softmax's sum.
+
+    16-bit B are multiplied by tensor cores, with `acc_rows` as the sum of two 16-bit numbers: a
+    product of float32 numbers would take registers for all of B, and spill.
+    """
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_R)
     b = tl.load(
@@ -187,4 +191,8 @@ def add_low_rank(
         mask=(r < rank)[:, None] & (d < HEAD_DIM)[None, :],
         other=0.0,
     )
-    return acc + dot(acc_rows, b.to(tl.float32))
+    high = acc_rows.to(b.dtype)
+    acc += dot(high, b)
+    if b.dtype != tl.float32:
+        acc += dot((acc_rows - high.to(tl.float32)).to(b.dtype), b)
+    return acc
