@@ -567,8 +567,10 @@ class PrecacheRadixCache(RadixCache):
         """Drop every slice of an unloaded adapter; pinned ones go when they are unpinned."""
         pinned = False
         for node in self.nodes():
-            if node.own is not None and node.feeder == key and not node.own_pins:
-                self.drop_own(node)  # nobody is left to read it
+            if node.feeder == key and not node.own_pins:  # nobody is left to read its own base
+                node.exact = False
+                if node.own is not None:
+                    self.drop_own(node)
             if key in node.slices:
                 if node.pins.get(key):
                     pinned = True

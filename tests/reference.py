@@ -459,6 +459,8 @@ class ReferenceEngine:
         for root in self._roots.values():
             for node in root.walk():
                 node.lr = {key: rows for key, rows in node.lr.items() if key in row_keys}
+                if node.feeder not in contents:
+                    node.own = None
 
     def _stack_base(self, nodes: list[TokenNode], reader: Adapter | None) -> Tensor:
         if nodes:
