@@ -119,7 +119,7 @@ def case(
         state = server.wait_for_backlog()
         assert state["problems"] == []
         assert state["lr_slots_pinned"] == 0
-        assert state["base_tokens_in_use"] == state["base_tokens"]
+        assert state["base_tokens_in_use"] == state["base_tokens"] + state["own_base_tokens"]
 
 
 def test_text_trajectories_one_at_a_time(case: Case, model: Path) -> None:
