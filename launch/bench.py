@@ -1,7 +1,8 @@
 """``precache-sglang bench``: methods side by side over controlled traces.
 
 ``single-stream``, one trajectory at a time, is here; ``serving``, many at once, in
-`precache_sglang.launch.serving`.
+`precache_sglang.launch.serving`; ``fidelity``, what sharing does to the answers, in
+`precache_sglang.launch.fidelity`.
 
 Every variant has a server, and every trace is replayed on it `--repeats` times, the cache
 flushed in between. `--servers-at-once` of them are up together and take turns with every
@@ -20,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from precache_sglang.launch import serving, variants
+from precache_sglang.launch import fidelity, serving, variants
 from precache_sglang.launch.model import ensure_demo_model, trace_adapters
 from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.replay import Replay, replay_trace
@@ -53,9 +54,15 @@ def bench(argv: Sequence[str]) -> None:
     single.add_argument("server_args", nargs="*", help="after --: more flags for the servers")
     many = commands.add_parser("serving", help="many trajectories at once")
     serving.add_arguments(many)
+    faithful = commands.add_parser(
+        "fidelity", help="how far sharing moves the answers", description=fidelity.__doc__
+    )
+    fidelity.add_arguments(faithful)
     args = parser.parse_args(argv)
     if args.what == "serving":
         serving.serving(args)
+    elif args.what == "fidelity":
+        fidelity.fidelity(args)
     else:
         single_stream(args)
 

@@ -202,5 +202,43 @@ def plot_serving(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None
     plt.close(figure)
 
 
+def fidelity_table(results: dict[str, Any]) -> str:
+    """One line for each variant: NLL, top-1 agreement and KL over all, then KL by role."""
+    roles = [role for role in next(iter(results.values())) if role != "all"]
+    header = f"{'variant':<22}{'tokens':>8}{'NLL':>8}{'top-1':>8}{'KL':>9}"
+    header += "".join(f"{'KL ' + role:>14}" for role in roles)
+    lines = [header, "-" * len(header)]
+    for variant, by_role in results.items():
+        total = by_role["all"]
+        line = f"{variant:<22}{total['tokens']:>8}{total['nll']:>8.3f}"
+        line += f"{total['top1_agreement']:>8.1%}{total['kl']:>9.4f}"
+        lines.append(line + "".join(f"{by_role[role]['kl']:>14.4f}" for role in roles))
+    return "\n".join(lines)
+
+
+def plot_fidelity(results: dict[str, Any], path: Path) -> None:
+    """KL to nonshared by role, a bar for each variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    roles = list(next(iter(results.values())))
+    shown = [variant for variant, by_role in results.items() if by_role["all"]["kl"] > 0]
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    width = 0.8 / max(1, len(shown))
+    for index, variant in enumerate(shown):
+        places = [place + index * width for place in range(len(roles))]
+        heights = [results[variant][role]["kl"] for role in roles]
+        axes.bar(places, heights, width, label=variant, hatch=("", "//", "..", "xx")[index % 4])
+    middle = 0.4 - width / 2
+    axes.set_xticks([place + middle for place in range(len(roles))], roles)
+    axes.set_ylabel("KL to nonshared, mean over output tokens [nats]")
+    axes.grid(True, axis="y", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -167,7 +167,10 @@ class Soak:
     def check(self, state: dict[str, Any]) -> None:
         for wrong, found in (
             ("problems", state["problems"]),
-            ("KV slots lost", state["base_tokens_in_use"] - state["base_tokens"]),
+            (
+                "KV slots lost",
+                state["base_tokens_in_use"] - state["base_tokens"] - state["own_base_tokens"],
+            ),
             ("LR slots lost", state["lr_slots_in_use"] - state["lr_slots_evictable"]),
             ("LR slots pinned", state["lr_slots_pinned"]),
             ("rows of the request table lost", state["request_rows_in_use"]),

@@ -6,7 +6,10 @@ rows that the active adapter wrote. A piece publishes what it covers as it ends.
 
 A job that somebody cannot wait for is published provisionally, the PreLRShared way: base KV
 of the adapted pass, rows of the whole team. A `Rebase` then stands for its neutral pass,
-which replaces both in place once nobody reads them.
+which replaces both: in place once nobody reads them, or with slots of its own.
+
+Where a role keeps the base KV of its own turns, every turn is published at once. Its own role
+reads it exactly, the others wait for the rebase, which always takes slots of its own if it can.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 # Share of the KV pool that finished turns may hold while their neutral passes are owed.
 _LIMIT = 0.5
+# Seconds after which what is provisional is rebased beside its readers, with slots of its own.
+_MAX_READ = 20.0
 # Tokens that ride along are published together: each publication makes a node of the tree.
 _PUBLISH_EVERY = 256
 
@@ -59,6 +64,7 @@ class NeutralJob:
         base_slots: ``[end - done]`` int64.
         beside: Of the pass beside others' steps; holds its rows over ``[done, ahead)``.
         lock: Holds the published prefix.
+        exact: The adapted base slots are what the turn's own role is to read.
         created: When the turn ended, on the monotonic clock.
     """
 
@@ -73,6 +79,7 @@ class NeutralJob:
     lock: TreeLock | None
     team_rows: dict[str, OwnedSlots] = field(default_factory=dict)
     beside: RequestState | None = None
+    exact: bool = False
     done: int = field(init=False)
     ahead: int = field(init=False)
     created: float = field(init=False, default_factory=lambda: time.monotonic())
@@ -82,9 +89,7 @@ class NeutralJob:
 
     def matched(self, key: RadixKey) -> int:
         """Length of what `key` has in common with this job; 0 in another namespace."""
-        if (key.extra_key, key.cache_salt) != (self.key.extra_key, self.key.cache_salt):
-            return 0
-        return int(self.key.match(key))
+        return _matched(self.key, key)
 
     def blocks(self, key: RadixKey) -> bool:
         """Whether a request with the tokens `key` extends what is not published yet."""
@@ -108,13 +113,16 @@ class Rebase:
     Attributes:
         key: Tokens down to the last provisional node.
         team: Whose LR rows the pass writes.
-        start, slots: Of the piece in progress: its first token and the tree's own base slots.
+        done: What lies before is rebased, or was neutral when last looked at.
+        slots: That the piece in progress, from `done` on, writes.
+        replaces: These are not the tree's own but take the place of those.
     """
 
     key: RadixKey
     team: str
-    start: int = 0
+    done: int = 0
     slots: torch.Tensor | None = None
+    replaces: bool = False
     created: float = field(init=False, default_factory=lambda: time.monotonic())
     # It may go over turns of several roles: each node knows its own.
     feeder: ClassVar[str] = ""
@@ -123,6 +131,13 @@ class Rebase:
     def take(self, count: int) -> torch.Tensor:
         assert self.slots is not None and self.slots.numel() == count
         return self.slots
+
+    def matched(self, key: RadixKey) -> int:
+        return _matched(self.key, key)
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.created
 
 
 class Backlog:
@@ -135,7 +150,20 @@ class Backlog:
         self.made_room = False  # slots that were held have become evictable or free
 
     def tokens(self) -> int:
-        return sum(job.end - job.done for job in self.jobs)
+        """Neutral tokens owed; what was read provisionally by others is counted apart."""
+        published = (
+            len(node.key) for node in self.runtime.tree.nodes() if node.provisional and node.exact
+        )
+        return sum(job.end - job.done for job in self.jobs) + sum(published)
+
+    def blocking(self, key: RadixKey, state: RequestState) -> list[NeutralJob | Rebase]:
+        """What a request with the tokens `key` has to wait for, in the order in which to do it."""
+        jobs: list[NeutralJob | Rebase] = [job for job in self.jobs if job.blocks(key)]
+        if self.runtime.method.own_base:
+            position = self.runtime.tree.first_unreadable(key, state)
+            if position is not None:
+                jobs += (rebase for rebase in self.rebases if rebase.matched(key) > position)
+        return jobs
 
     def held_base_slots(self) -> int:
         return sum(job.base_slots.numel() for job in self.jobs)
@@ -169,14 +197,18 @@ class Backlog:
             base_slots=row[start:end].to(torch.int64),
             lock=tree.lock(req.last_node),
             team_rows=team_rows,
+            exact=self.runtime.method.own_base and state.exact,
         )
         self.jobs.append(job)
         # The slots are the job's now: SGLang frees what lies behind this mark.
         req.kv.cache_protected_len = end
         if state.shadow is not None:
             state.shadow.hand_over(job)
-        if job in self.jobs and self.runtime.may_publish_provisionally and not self.runnable(job):
+        if job in self.jobs and (
+            self.runtime.method.own_base
             # It could not go on before its prefix is rebased, and will be rebased with it.
+            or (self.runtime.may_publish_provisionally and not self.runnable(job))
+        ):
             self.publish_provisionally(job)
         self._trim()
 
@@ -276,8 +308,11 @@ class Backlog:
             tree.token_to_kv_pool_allocator.free(slots[:surplus])
             parent = path[-1] if path else tree.root_node
             rest = job.key[published:]
-            path.append(tree.append_leaf(parent, rest, slots[surplus:], job.feeder, True))
-            self.runtime.stats.provisional += len(rest)
+            path.append(
+                tree.append_leaf(parent, rest, slots[surplus:], job.feeder, True, job.exact)
+            )
+            if not job.exact:
+                self.runtime.stats.provisional += len(rest)
             self.rebases.append(Rebase(job.key, job.team))
             for name, rows in job.team_rows.items():
                 self.runtime.free_rows(rows.take_until(published))
@@ -285,11 +320,12 @@ class Backlog:
             self.catch_up(job)
 
     def prepare(self, rebase: Rebase, piece: Callable[[int, int], int]) -> int | None:
-        """Choose the next piece of `rebase`: from its ``start`` to the position returned.
+        """Choose the next piece of `rebase`: from its ``done`` to the position returned.
 
-        `piece` says how many of the tokens from a start to an end to take at once.
+        `piece` says how many of the tokens from a start to an end to take at once, if any.
 
-        None while somebody reads its first provisional node, or if there is none left.
+        None while it cannot go on, since somebody reads its first provisional node, or if there
+        is none left.
         """
         tree = self.runtime.tree
         path = tree.walk(rebase.key)
@@ -301,32 +337,89 @@ class Backlog:
         # Below a provisional node there may be neutral ones, of a pass that had its own copy
         # of the prefix. Computing them again, in place, changes nothing.
         first = next(index for index, node in enumerate(path) if node.provisional)
-        if tree.readers(path[first]):
-            return None
+        is_read = tree.readers(path[first]) > 0
         start = sum(len(node.key) for node in path[:first])
+        wants_own = path[first].exact
+        if wants_own or (is_read and rebase.age > _MAX_READ):
+            run = [path[first]]
+            for node in path[first + 1 :]:
+                if not node.provisional or node.exact != wants_own:
+                    break
+                run.append(node)
+            end = start + piece(start, start + sum(len(node.key) for node in run))
+            if end == start:
+                return None
+            slots = self._slots_for(rebase.key[:end], end - start, wants_own)
+            if slots is not None:
+                rebase.done, rebase.slots, rebase.replaces = start, slots, True
+                return end
+        if is_read:
+            return None
         end = start + piece(start, sum(len(node.key) for node in path))
-        rebase.start = start
+        if end == start:
+            return None
+        rebase.done, rebase.replaces = start, False
         rebase.slots = tree.path_slots(tree.walk(rebase.key[:end]))[start:]
         return end
 
-    def rebased(self, rebase: Rebase, end: int, rows: dict[str, OwnedSlots]) -> None:
-        """The piece ``[rebase.start, end)`` is computed: its base, in place, and `rows`."""
+    def rebase_span(self, rebase: Rebase, end: int) -> NeutralSpan:
+        """The prepared piece of `rebase`, to ride along in a step."""
         tree = self.runtime.tree
+        state = RequestState(adapter=None, team=rebase.team, job=rebase)
+        state.written = self.runtime.roles.rows_written(None, rebase.team, leave_out=None)
+        return NeutralSpan(
+            tokens=rebase.key.token_ids[rebase.done : end],
+            start=rebase.done,
+            prefix=tree.path_slots(tree.walk(rebase.key[: rebase.done])),
+            slots=rebase.take(end - rebase.done),
+            state=state,
+            computed=lambda span: self.rebased(rebase, span.end, state.rows),
+        )
+
+    def _slots_for(self, key: RadixKey, count: int, wants_own: bool) -> torch.Tensor | None:
+        """Fresh base slots for the last `count` tokens of `key`; None where there is no room.
+
+        Cached tokens that nobody has locked make room, like for any new token.
+        """
+        tree = self.runtime.tree
+        if wants_own and not tree.room_for_own(count):
+            return None
+        allocator = tree.token_to_kv_pool_allocator
+        lock = tree.lock(tree.walk(key)[-1])
+        tree.evict_leaves(count - allocator.available_size())
+        tree.unlock(lock)
+        slots: torch.Tensor | None = allocator.alloc(count)
+        return slots
+
+    def rebased(self, rebase: Rebase, end: int, rows: dict[str, OwnedSlots]) -> None:
+        """The piece ``[rebase.done, end)`` is computed: its base, and `rows`."""
+        tree = self.runtime.tree
+        assert rebase.slots is not None
         path = tree.walk(rebase.key[:end])
+        position = 0
         for node in path:
+            first, position = position, position + len(node.key)
             if not node.provisional:
                 continue
+            # Whoever reads what is replaced goes on reading it.
+            old = [tree.take_slice(node, key) for key in list(node.slices) if key != node.feeder]
+            adapted = node.value
+            if rebase.replaces:
+                node.value = rebase.slots[first - rebase.done : position - rebase.done].clone()
             node.provisional = False
-            for key in list(node.slices):
-                if key != node.feeder:  # the rows of the turn's own role stay
-                    tree.drop_slice(node, key)
+            if rebase.replaces and node.exact:
+                tree.keep_own(node, adapted)
+                adapted = adapted[:0]
+            elif not rebase.replaces:
+                adapted = adapted[:0]
+            tree.retire(node, adapted, torch.cat([adapted[:0], *old]))
         for key, owned in rows.items():
             # A role reads rows of its own turn from that turn or from a replay, never from here.
             tree.give_rows(path, key, owned, end, fits=_fed_by_others(key))
             self.runtime.free_rows(owned.slots())
         rows.clear()
-        self.runtime.stats.rebased += end - rebase.start
-        rebase.slots = None
+        self.runtime.stats.rebased += end - rebase.done
+        rebase.done, rebase.slots = end, None
         if end == len(rebase.key):
             self.rebases.remove(rebase)
 
@@ -347,8 +440,11 @@ class Backlog:
             tree.give_rows(path, job.active_key, job.rows, published)
         surplus = job.base_slots.numel() - (job.end - published)
         if surplus > 0:
-            tree.token_to_kv_pool_allocator.free(job.base_slots[:surplus])
-            job.base_slots = job.base_slots[surplus:]
+            slots = job.take(surplus)
+            if job.exact:
+                tree.give_own(path, job.feeder, slots, start=published - surplus)
+            else:
+                tree.token_to_kv_pool_allocator.free(slots)
         job.done = job.ahead = published
         if path:
             lock = tree.lock(path[-1])
@@ -411,6 +507,12 @@ class Backlog:
         self.runtime.tree.unlock(job.lock)
         self.jobs.remove(job)
         self.made_room = True
+
+
+def _matched(mine: RadixKey, key: RadixKey) -> int:
+    if (key.extra_key, key.cache_salt) != (mine.extra_key, mine.cache_salt):
+        return 0
+    return int(mine.match(key))
 
 
 def _fed_by_others(key: str) -> Callable[[TreeNode], bool]:

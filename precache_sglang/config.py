@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from precache_sglang.errors import SettingsError
 from precache_sglang.methods import DEFAULT_METHOD, METHODS, OFF, Method
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 KERNELS = ("auto", "torch", "triton")
+_Number = TypeVar("_Number", int, float)
 _RECORD = "_precache_settings"  # ServerArgs keeps underscore attributes when pickled
 
 
@@ -33,6 +34,8 @@ class Settings:
         max_neutral_wait_ms: How long a request may wait for the neutral pass over the
             tokens it extends; -1 waits until it is done. After that it reads the turn as
             its adapted pass left it, with rows that this pass wrote for the whole team.
+        own_base_fraction: Share of the KV slots that are not in use which own base may take,
+            where the method has it.
         kernels: Which implementation of attention; ``auto`` is ``triton`` on a GPU.
         cuda_graph: Capture decode steps in CUDA graphs.
     """
@@ -42,6 +45,7 @@ class Settings:
     lr_tokens: int | None = None
     teams: dict[str, list[str]] = field(default_factory=dict)
     max_neutral_wait_ms: int = -1
+    own_base_fraction: float = 0.5
     kernels: str = "auto"
     cuda_graph: bool = False
 
@@ -70,6 +74,11 @@ class Settings:
             raise SettingsError(
                 f"--precache-max-neutral-wait {self.max_neutral_wait_ms} is no time; give "
                 "milliseconds, or -1 to wait until the neutral pass is done."
+            )
+        if not 0 <= self.own_base_fraction <= 1:
+            raise SettingsError(
+                f"--precache-own-base-fraction {self.own_base_fraction} is no share; give a number "
+                "from 0 (no own base is kept) to 1."
             )
         seen: dict[str, str] = {}
         for team, roles in self.teams.items():
@@ -101,13 +110,15 @@ class Settings:
             # An empty variable is one that was not set.
             return os.environ.get(f"PRECACHE_{name.upper()}") or None if given is None else given
 
-        wait = _optional_int("--precache-max-neutral-wait", value("max_neutral_wait"))
+        wait = _optional(int, "--precache-max-neutral-wait", value("max_neutral_wait"))
+        fraction = _optional(float, "--precache-own-base-fraction", value("own_base_fraction"))
         return cls(
             method=value("method"),
             schedule=value("schedule") or cls.schedule,
-            lr_tokens=_optional_int("--precache-lr-tokens", value("lr_tokens")),
+            lr_tokens=_optional(int, "--precache-lr-tokens", value("lr_tokens")),
             teams=parse_teams(value("team")),
             max_neutral_wait_ms=cls.max_neutral_wait_ms if wait is None else wait,
+            own_base_fraction=cls.own_base_fraction if fraction is None else fraction,
             kernels=value("kernels") or cls.kernels,
             cuda_graph=_flag("--precache-cuda-graph", value("cuda_graph")),
         )
@@ -147,13 +158,14 @@ def parse_teams(value: str | list[str] | Mapping[str, list[str]] | None) -> dict
     return teams
 
 
-def _optional_int(flag: str, value: Any) -> int | None:
+def _optional(number: type[_Number], flag: str, value: Any) -> _Number | None:
     if value is None:
         return None
     try:
-        return int(value)
+        return number(value)
     except (TypeError, ValueError):
-        raise SettingsError(f"{flag} {value!r} is not a whole number.") from None
+        kind = "a whole number" if number is int else "a number"
+        raise SettingsError(f"{flag} {value!r} is not {kind}.") from None
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -204,6 +216,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="How long a request may wait for the neutral pass over the context it "
         "extends; -1 (default): until it is done. After that it reads the turn as prelrshared "
         "would have left it, and the neutral pass replaces that when nobody reads it.",
+    )
+    group.add_argument(
+        "--precache-own-base-fraction",
+        type=float,
+        metavar="SHARE",
+        help="Share of the KV slots not in use that rebaseown may take for the base KV of roles' "
+        f"own turns. Default: {Settings.own_base_fraction}.",
     )
     group.add_argument(
         "--precache-kernels",

@@ -32,6 +32,8 @@ class Method:
         rows: LR rows written by a pass with an adapter.
         neutral_base: Base KV is published from an adapter-free pass, not from the
             adapted pass of the role that fed the tokens first.
+        own_base: A role goes on reading the base KV of its own adapted pass for tokens that
+            it fed itself (own base), and may do so before the neutral pass is done.
         summary: One line for ``--help`` and the README.
     """
 
@@ -41,6 +43,7 @@ class Method:
     rows: Rows
     neutral_base: bool
     summary: str
+    own_base: bool = False
 
     @property
     def neutral_rows(self) -> Rows:
@@ -104,6 +107,15 @@ METHODS: dict[str, Method] = {
             rows=Rows.OWN,
             neutral_base=True,
             summary="base KV and the team's LR rows from an adapter-free pass (PReCache)",
+        ),
+        Method(
+            "rebaseown",
+            shared=True,
+            base_kv=True,
+            rows=Rows.OWN,
+            neutral_base=True,
+            own_base=True,
+            summary="as rebaseshared, but a role keeps the base KV of its own turns (ours)",
         ),
     )
 }

@@ -15,6 +15,7 @@ _GAUGES = {
     "backlog_tokens": "Neutral tokens owed for finished turns",
     "backlog_age_s": "Seconds for which the oldest neutral work has been owed",
     "provisional_tokens": "Cached tokens that a neutral pass is to replace",
+    "own_base_tokens": "Tokens that have base KV of their role's own pass beside neutral base KV",
     "shadow_tokens": "Neutral tokens computed beside running turns, not published yet",
     "base_tokens": "Tokens in the prefix cache",
     "lr_slots_in_use": "Low-rank slots in use",
@@ -36,6 +37,7 @@ class Stats:
         dropped_rows: LR slots of other roles that were not written for lack of room.
         conflicts: Turns that stopped publishing because another role published other
             base KV for the same tokens first.
+        evicted_own: Own base slots evicted.
         evicted_base: Base slots evicted from the tree.
         evicted_rows, evicted_slices: LR slots and slices evicted on their own.
     """
@@ -52,6 +54,7 @@ class Stats:
     dropped_neutral: int = 0
     dropped_rows: int = 0
     conflicts: int = 0
+    evicted_own: int = 0
     evicted_base: int = 0
     evicted_rows: int = 0
     evicted_slices: int = 0

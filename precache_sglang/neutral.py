@@ -205,6 +205,7 @@ class NeutralScheduler:
                 budget -= count
         missing = sum(count for _, count in wanted) - self._free_slots()
         if missing > 0:
+            missing -= self.runtime.tree.evict_own(missing)
             self.runtime.tree.evict_leaves(missing)
         for shadow, count in wanted:
             slots = self._take_slots(count)
@@ -239,6 +240,11 @@ class NeutralScheduler:
                 room -= count
                 self._pay(job.ahead, count)
                 yield self.backlog.next_span(job, count)
+        if self.runtime.method.own_base:  # turns that ended are nodes, not jobs
+            span = self._rebase_span(room)
+            if span is not None:
+                room -= len(span.tokens)
+                yield span
         reqs = batch.reqs if batch is running_batch else [*running_batch.reqs, *batch.reqs]
         for shadow, end in self._shadows(reqs, batch):
             is_last = shadow.req in batch.reqs and _ends_with_this_step(shadow.req)
@@ -248,6 +254,17 @@ class NeutralScheduler:
                 room -= count
                 self._pay(shadow.done, count)
                 yield shadow.next_span(count, slots)
+
+    def _rebase_span(self, room: int) -> NeutralSpan | None:
+        """What there is credit for of the oldest finished turn that can go on."""
+        for rebase in list(self.backlog.rebases):
+            end = self.backlog.prepare(
+                rebase, lambda start, end: self._affordable(start, end, room, is_last=True)
+            )
+            if end is not None:
+                self._pay(rebase.done, end - rebase.done)
+                return self.backlog.rebase_span(rebase, end)
+        return None
 
     def _affordable(self, start: int, end: int, room: int, is_last: bool) -> int:
         """Tokens from `start` on that there is credit for; 0 if it is not worth it."""
@@ -356,31 +373,34 @@ class NeutralScheduler:
             for req in grammars.get_ready_grammar_requests():
                 self.scheduler._add_request_to_queue(req)
 
-    def _held_requests(self) -> tuple[list[Req], NeutralJob | None]:
+    def _held_requests(self) -> tuple[list[Req], NeutralJob | Rebase | None]:
         """Waiting requests that extend the backlog, and the job the first one needs first."""
         keys = [(req, _key_of(req, _tokens_of(req))) for req in self.scheduler.waiting_queue]
         for req, key in keys:
-            for job in self._blocking(key):
+            for job in [job for job in self.backlog.jobs if job.blocks(key)]:
                 self.backlog.catch_up(job)
-            blocking = self._blocking(key)
+            blocking = self.backlog.blocking(key, state_of(req))
             if blocking and self._loses_patience(req, key, blocking):
+                state_of(req).impatient = True
                 for job in blocking:
-                    self.backlog.publish_provisionally(job)
+                    if isinstance(job, NeutralJob):
+                        self.backlog.publish_provisionally(job)
         # Only now: what one request could not wait for, those before it need not wait for.
-        waits = [(req, blocking) for req, key in keys if (blocking := self._blocking(key))]
+        waits = [
+            (req, blocking)
+            for req, key in keys
+            if (blocking := self.backlog.blocking(key, state_of(req)))
+        ]
         return [req for req, _ in waits], waits[0][1][0] if waits else None
 
-    def _blocking(self, key: RadixKey) -> list[NeutralJob]:
-        return [job for job in self.backlog.jobs if job.blocks(key)]
-
-    def _loses_patience(self, req: Req, key: RadixKey, jobs: list[NeutralJob]) -> bool:
+    def _loses_patience(self, req: Req, key: RadixKey, jobs: Sequence[NeutralJob | Rebase]) -> bool:
         """Whether `req` is to go on without the neutral passes of `jobs`.
 
         It does not start to wait if the wait would be too long by what steps have cost.
         """
         if not self.runtime.may_publish_provisionally:
             return False
-        if not self.backlog.runnable(jobs[0]):
+        if isinstance(jobs[0], NeutralJob) and not self.backlog.runnable(jobs[0]):
             return True  # what has to be rebased first may be read for as long as others like
         state = state_of(req)
         now = time.monotonic()

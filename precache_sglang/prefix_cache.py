@@ -13,10 +13,16 @@ of a slice           its node                                node or slice is ev
                                                              the adapter is unloaded
 of a running pass    the request (``RequestState.rows``)     published, or released
 of a finished turn   its neutral job (``NeutralJob.rows``)   published, or job dropped
+of replaced base     `Retired`                               its last reader has ended
 ===================  ======================================  ==========================
 
 Slices are pinned apart from base slots: a path lock protects the base of every reader,
 a pin only the rows of the reader's own adapter.
+
+A node may hold the base KV of its feeder's adapted pass as well (**own base**). Where the method
+has it, a finished turn is a provisional node that its feeder reads exactly, its base slots being
+the adapted ones. The neutral pass computes fresh ones, which take their place; the adapted ones
+become the node's own base. That is pinned like a slice, and the first to be evicted.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +53,15 @@ if TYPE_CHECKING:
     from precache_sglang.runtime import Runtime
 
 
+@dataclass(eq=False)
+class Retired:
+    """Slots that neutral ones have replaced while running requests (by id) still read them."""
+
+    readers: set[int]
+    base: torch.Tensor
+    rows: torch.Tensor
+
+
 class PrecacheRadixCache(RadixCache):
     """`RadixCache` with LR slices, two prefix lengths and neutral publishing."""
 
@@ -62,6 +78,10 @@ class PrecacheRadixCache(RadixCache):
         _init_node(self.root_node, feeder="")
         self.lr_evictable_size = 0
         self.lr_pinned_size = 0
+        self.own_evictable_size = 0
+        self.own_pinned_size = 0
+        self.admitted: dict[int, RequestState] = {}  # users' running requests, by id
+        self.retired: list[Retired] = []
         self.dead_keys: set[str] = set()
         self.runtime.backlog.forget()
         self.runtime.shadows.clear()
@@ -72,7 +92,10 @@ class PrecacheRadixCache(RadixCache):
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         parent = super()._split_node(key, child, split_len)
         _init_node(parent, child.feeder)
-        parent.provisional = child.provisional
+        parent.provisional, parent.exact = child.provisional, child.exact
+        parent.own_pins, parent.own_used = child.own_pins, child.own_used
+        if child.own is not None:
+            parent.own, child.own = child.own[:split_len].clone(), child.own[split_len:].clone()
         for name, slots in child.slices.items():
             parent.slices[name] = slots[:split_len].clone()
             child.slices[name] = slots[split_len:].clone()
@@ -87,10 +110,11 @@ class PrecacheRadixCache(RadixCache):
         slots: torch.Tensor,
         feeder: str,
         provisional: bool = False,
+        exact: bool = False,
     ) -> TreeNode:
         node = TreeNode()
         _init_node(node, feeder)
-        node.provisional = provisional
+        node.provisional, node.exact = provisional, exact
         node.parent = parent
         node.key = key
         node.value = slots.clone()
@@ -103,6 +127,8 @@ class PrecacheRadixCache(RadixCache):
     def _delete_leaf(self, node: TreeNode) -> None:
         for key in list(node.slices):
             self.drop_slice(node, key)
+        if node.own is not None:
+            self.drop_own(node)
         super()._delete_leaf(node)
 
     def walk(self, key: RadixKey) -> list[TreeNode]:
@@ -183,10 +209,12 @@ class PrecacheRadixCache(RadixCache):
         now = time.monotonic()
         path = self.walk(key)
         base_len = lr_len = 0
+        exact = True
         anchor = last = self.root_node
         for node in path:
-            if node.provisional and state.job is not None:
-                break  # a neutral pass starts where neutral base KV ends
+            if node.provisional and not self._may_read(node, state):
+                break
+            exact = exact and (not node.provisional or self._is_own(node, state))
             last = node
             node.last_access_time = now
             if lr_len == base_len and self._readable(node, state):
@@ -196,6 +224,7 @@ class PrecacheRadixCache(RadixCache):
                     node.used[state.own_key] = now
             base_len += len(node.key)
         state.base_len, state.lr_len, state.anchor = base_len, lr_len, anchor
+        state.exact = exact
         return MatchResult(
             device_prefix_len=min(lr_len, limit),
             last_device_node=last,
@@ -203,6 +232,33 @@ class PrecacheRadixCache(RadixCache):
             best_match_node=last,
             cache_protected_len=base_len,
         )
+
+    def _may_read(self, node: TreeNode, state: RequestState) -> bool:
+        """Whether a request may read the base KV of a provisional node."""
+        if state.job is not None:
+            return False  # a neutral pass starts where neutral base KV ends
+        return not self.method.own_base or state.impatient or self._is_own(node, state)
+
+    def _is_own(self, node: TreeNode, state: RequestState) -> bool:
+        """Whether the adapted base KV of `node` is what the request is to read."""
+        return self.method.own_base and node.exact and node.feeder == state.feeder
+
+    def first_unreadable(self, key: RadixKey, state: RequestState) -> int | None:
+        """Position of the first cached token of `key` that has to be rebased before a request
+        may read it; None if it may read all. Splits nothing.
+        """
+        node, offset = self.root_node, 0
+        while offset < len(key):
+            child = node.children.get(key.child_key_at(offset))
+            if child is None:
+                break
+            if child.provisional and not self._may_read(child, state):
+                return offset
+            matched = child.key.match_at(key, offset)
+            node, offset = child, offset + matched
+            if matched < len(child.key):
+                break
+        return None
 
     def _readable(self, node: TreeNode, state: RequestState) -> bool:
         return state.own_key is None or state.own_key in node.slices
@@ -214,6 +270,10 @@ class PrecacheRadixCache(RadixCache):
             return
         state.pinned = True
         self._pin(state.anchor, state.own_key)
+        state.read_node = req.last_node
+        if state.job is None:
+            self.admitted[id(state)] = state
+            self._pin_own(state)
         if state.counts is None:
             state.counts = self._count_prompt(req, state)
 
@@ -225,6 +285,22 @@ class PrecacheRadixCache(RadixCache):
             parts.append(node.slices[state.own_key])
             node = node.parent
         return torch.cat(parts[::-1]) if parts else torch.empty(0, dtype=torch.int64)
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        return self.slots_read(req)[: req.prefix_len]
+
+    def slots_read(self, req: Req) -> torch.Tensor:
+        """``[base_len]`` int64 base slots that an admitted request reads on its matched path."""
+        state = state_of(req)
+        parts: list[torch.Tensor] = []
+        node = req.last_node
+        while node is not self.root_node:
+            is_own = node.own is not None and self._is_own(node, state)
+            parts.append(node.own if is_own else node.value)
+            node = node.parent
+        if not parts:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        return torch.cat(parts[::-1])
 
     def _count_prompt(self, req: Req, state: RequestState) -> PromptCounts:
         prompt_len = len(req.origin_input_ids)
@@ -294,8 +370,8 @@ class PrecacheRadixCache(RadixCache):
         if matched < end:
             slots = row[matched:end].to(torch.int64)
             parent = path[-1] if path else self.root_node
-            # Neutral only if all before it is.
-            provisional = self.method.neutral_base and not self.is_neutral(parent)
+            # Neutral only if all before it is, and was when the request read it.
+            provisional = self.method.neutral_base and not (state.exact and self.is_neutral(parent))
             path.append(self.append_leaf(parent, key[matched:], slots, state.feeder, provisional))
             if provisional:
                 self.runtime.backlog.rebases.append(Rebase(key, state.team))
@@ -339,9 +415,13 @@ class PrecacheRadixCache(RadixCache):
         Rows for which the node has a slice already are freed, and the request's own
         table is pointed at the tree's.
         """
+
+        def fits(node: TreeNode) -> bool:
+            return self._is_as_read(node, state)
+
         for key, rows in state.rows.items():
             reader = req if key == state.own_key else None
-            self.give_rows(path, key, rows, end, reader, self._is_as_read)
+            self.give_rows(path, key, rows, end, reader, fits)
 
     def give_rows(
         self,
@@ -377,12 +457,13 @@ class PrecacheRadixCache(RadixCache):
                 table[start:position] = node.slices[key].to(table.dtype)
             self.runtime.free_rows(slots)
 
-    def _is_as_read(self, node: TreeNode) -> bool:
-        """Whether rows of a pass that read the path down to `node` stay right.
+    def _is_as_read(self, node: TreeNode, state: RequestState) -> bool:
+        """Whether rows of a pass that read the path down to `node` are right for it.
 
-        Not on neutral base below provisional base: that is replaced, and these are not.
+        Not on neutral base below provisional base: that is replaced, and these are not. Nor on
+        base that was provisional when the pass read it and has been replaced since.
         """
-        return node.provisional or self.is_neutral(node)
+        return bool(node.provisional) or (state.exact and self.is_neutral(node))
 
     def path_slots(self, path: list[TreeNode]) -> torch.Tensor:
         """``[tokens]`` int64 base slots of a path that starts below the root."""
@@ -400,7 +481,10 @@ class PrecacheRadixCache(RadixCache):
             state.shadow.release()
         if state.pinned:
             self._unpin(state.anchor, state.own_key)
+            self._unpin_own(state)
             state.pinned = False
+        self._let_go(state)
+        state.impatient = False
         state.tabled = False
         state.detached = False
         state.gave_way = False
@@ -411,13 +495,24 @@ class PrecacheRadixCache(RadixCache):
     def _add_slice(self, node: TreeNode, key: str, slots: torch.Tensor, now: float) -> None:
         node.slices[key] = slots.clone()
         node.used[key] = now
-        self.lr_evictable_size += slots.numel()
+        if node.pins.get(key):  # by readers of a slice that this one replaces
+            self.lr_pinned_size += slots.numel()
+        else:
+            self.lr_evictable_size += slots.numel()
+
+    def take_slice(self, node: TreeNode, key: str) -> torch.Tensor:
+        """Take a slice off its node; its slots are the caller's. Pins stay."""
+        slots: torch.Tensor = node.slices.pop(key)
+        node.used.pop(key, None)
+        if node.pins.get(key):
+            self.lr_pinned_size -= slots.numel()
+        else:
+            self.lr_evictable_size -= slots.numel()
+        return slots
 
     def drop_slice(self, node: TreeNode, key: str) -> int:
-        slots = node.slices.pop(key)
-        node.used.pop(key, None)
         assert not node.pins.get(key), "a pinned slice must not be dropped"
-        self.lr_evictable_size -= slots.numel()
+        slots = self.take_slice(node, key)
         self.runtime.free_rows(slots)
         return slots.numel()
 
@@ -439,10 +534,11 @@ class PrecacheRadixCache(RadixCache):
             node.pins[key] -= 1
             if not node.pins[key]:
                 del node.pins[key]
-                self.lr_evictable_size += len(node.key)
-                self.lr_pinned_size -= len(node.key)
-                if key in self.dead_keys:
-                    self.drop_slice(node, key)
+                if key in node.slices:  # else it was replaced, and nothing by nothing
+                    self.lr_evictable_size += len(node.key)
+                    self.lr_pinned_size -= len(node.key)
+                    if key in self.dead_keys:
+                        self.drop_slice(node, key)
             node = parent
 
     def evict_rows(self, num_slots: int) -> int:
@@ -471,6 +567,10 @@ class PrecacheRadixCache(RadixCache):
         """Drop every slice of an unloaded adapter; pinned ones go when they are unpinned."""
         pinned = False
         for node in self.nodes():
+            if node.feeder == key and not node.own_pins:  # nobody is left to read its own base
+                node.exact = False
+                if node.own is not None:
+                    self.drop_own(node)
             if key in node.slices:
                 if node.pins.get(key):
                     pinned = True
@@ -484,15 +584,150 @@ class PrecacheRadixCache(RadixCache):
         """The same adapter content was loaded again: its remaining slices are valid."""
         self.dead_keys.discard(key)
 
+    # -- own base --------------------------------------------------------------
+
+    def keep_own(self, node: TreeNode, slots: torch.Tensor) -> None:
+        """Give `node` the base slots of its feeder's adapted pass as its own base."""
+        assert node.own is None and slots.numel() == len(node.key)
+        node.own = slots.clone()
+        node.own_used = time.monotonic()
+        if node.own_pins:
+            self.own_pinned_size += slots.numel()
+        else:
+            self.own_evictable_size += slots.numel()
+
+    def give_own(self, path: list[TreeNode], feeder: str, slots: torch.Tensor, start: int) -> None:
+        """Attach the base slots of an adapted pass, from `start` on, to nodes its role fed.
+
+        The others' are freed.
+        """
+        spare = []
+        position = 0
+        for node in path:
+            first, position = position, position + len(node.key)
+            if position <= start or not slots.numel():
+                continue
+            assert first >= start, "own base starts at a node's edge"
+            mine, slots = slots[: len(node.key)], slots[len(node.key) :]
+            is_missing = node.own is None and not node.provisional and node.feeder == feeder
+            if is_missing and self.room_for_own(len(mine)):
+                node.exact = True
+                self.keep_own(node, mine)
+            else:
+                spare.append(mine)
+        self.token_to_kv_pool_allocator.free(torch.cat([*spare, slots]))
+
+    def drop_own(self, node: TreeNode) -> int:
+        """Free the own base of `node`; its feeder reads the neutral base from now on."""
+        assert not node.own_pins, "own base that somebody reads must not be dropped"
+        slots, node.own = node.own, None
+        self.own_evictable_size -= slots.numel()
+        self.token_to_kv_pool_allocator.free(slots)
+        return int(slots.numel())
+
+    def own_size(self) -> int:
+        """Tokens that have own base beside their neutral base."""
+        return self.own_evictable_size + self.own_pinned_size
+
+    def room_for_own(self, num_tokens: int) -> bool:
+        """Make room within the share that own base may take; False if there is too little."""
+        unused = self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
+        limit = int(self.runtime.settings.own_base_fraction * (unused + self.own_pinned_size))
+        missing = self.own_size() + num_tokens - limit
+        if missing > self.own_evictable_size:
+            return False
+        self.evict_own(missing)
+        return True
+
+    def evict_own(self, num_tokens: int) -> int:
+        """Evict own base that nobody reads, least recently used first; tokens freed."""
+        if num_tokens <= 0 or not self.own_evictable_size:
+            return 0
+        found = [node for node in self.nodes() if node.own is not None and not node.own_pins]
+        # The deepest of a path first: a reader stops to find own base at the first gap anyway.
+        found.sort(key=lambda node: (node.own_used, -node.id))
+        freed = 0
+        for node in found:
+            if freed >= num_tokens:
+                break
+            freed += self.drop_own(node)
+        self.stats.evicted_own += freed
+        return freed
+
+    def _pin_own(self, state: RequestState) -> None:
+        """Pin base KV of its own adapted passes that an admitted request reads."""
+        state.own_spans = []
+        now = time.monotonic()
+        node, end = state.read_node, state.base_len
+        while node is not self.root_node:
+            if self._is_own(node, state) and (node.provisional or node.own is not None):
+                state.own_spans.append((end - len(node.key), end))
+                node.own_used = now
+                self._add_own_pin(node, 1)
+            end -= len(node.key)
+            node = node.parent
+
+    def _unpin_own(self, state: RequestState) -> None:
+        spans, state.own_spans = state.own_spans, []
+        if not spans:
+            return
+        node, end = state.read_node, state.base_len
+        while node is not self.root_node:
+            start = end - len(node.key)
+            if any(first <= start and end <= last for first, last in spans):
+                self._add_own_pin(node, -1)
+            node, end = node.parent, start
+
+    def _add_own_pin(self, node: TreeNode, count: int) -> None:
+        was_pinned = node.own_pins > 0
+        node.own_pins += count
+        is_pinned = node.own_pins > 0
+        if node.own is not None and was_pinned != is_pinned:
+            moved = len(node.key) if is_pinned else -len(node.key)
+            self.own_pinned_size += moved
+            self.own_evictable_size -= moved
+
+    # -- replacing what is read --------------------------------------------------
+
+    def retire(self, node: TreeNode, base: torch.Tensor, rows: torch.Tensor) -> None:
+        """Slots of `node` that others have taken the place of: free them once nobody reads them."""
+        readers = set()
+        for name, state in self.admitted.items():
+            read = state.read_node
+            while read is not self.root_node and read is not node:
+                read = read.parent
+            if read is node:
+                readers.add(name)
+        self._free_retired(Retired(readers, base, rows))
+
+    def _free_retired(self, retired: Retired) -> None:
+        if retired.readers:
+            if retired not in self.retired:
+                self.retired.append(retired)
+            return
+        if retired in self.retired:
+            self.retired.remove(retired)
+        self.token_to_kv_pool_allocator.free(retired.base)
+        self.runtime.free_rows(retired.rows)
+
+    def _let_go(self, state: RequestState) -> None:
+        """A request has ended, and with it what it read."""
+        if self.admitted.pop(id(state), None) is None:
+            return
+        for retired in list(self.retired):
+            retired.readers.discard(id(state))
+            self._free_retired(retired)
+
     # -- base slots under pressure --------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Evict leaves; if that is not enough, give up neutral work.
+        """Evict own base, then leaves; if that is not enough, give up neutral work.
 
         What rides beside a turn goes first (the tokens are owed when the turn ends), the
         youngest before the others; then finished turns, oldest first.
         """
-        freed = self.evict_leaves(params.num_tokens)
+        freed = self.evict_own(params.num_tokens)
+        freed += self.evict_leaves(params.num_tokens - freed)
         while freed < params.num_tokens and (given := self._give_up_neutral_work()) is not None:
             freed += given
             # Its lock is gone too: what it stood on may be evictable now.
@@ -512,18 +747,26 @@ class PrecacheRadixCache(RadixCache):
 
     def evict_leaves(self, num_tokens: int) -> int:
         """Evict up to `num_tokens` cached tokens that nobody has locked; return how many."""
+        if num_tokens <= 0:
+            return 0
         freed: int = super().evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted
         self.stats.evicted_base += freed
         return freed
 
     def evictable_size(self) -> int:
-        """Unlocked tokens, and base slots of neutral passes beside running turns."""
+        """Unlocked tokens, own base that nobody reads, and base slots of neutral passes beside
+        running turns.
+        """
         held = sum(shadow.num_slots for shadow in self.runtime.shadows)
-        return int(super().evictable_size()) + held
+        return int(super().evictable_size()) + self.own_evictable_size + held
 
     def protected_size(self) -> int:
-        """Locked tokens, and base slots that wait for their neutral pass."""
-        return super().protected_size() + self.runtime.backlog.held_base_slots()
+        """Locked tokens, own base in use, and base slots that wait for their neutral pass or
+        for their last reader.
+        """
+        held = self.own_pinned_size + self.runtime.backlog.held_base_slots()
+        held += sum(retired.base.numel() for retired in self.retired)
+        return int(super().protected_size()) + held
 
     # -- integrity -----------------------------------------------------------
 
@@ -534,8 +777,11 @@ class PrecacheRadixCache(RadixCache):
             return []
         problems: list[str] = []
         evictable = pinned = 0
+        own = {True: 0, False: 0}
         seen: list[torch.Tensor] = []
         for node in self.nodes():
+            if node.own is not None:
+                own[node.own_pins > 0] += node.own.numel()
             for key, slots in node.slices.items():
                 if slots.numel() != len(node.key):
                     problems.append(f"node {node.id}: slice {key} covers {slots.numel()} tokens")
@@ -545,12 +791,17 @@ class PrecacheRadixCache(RadixCache):
                 else:
                     evictable += slots.numel()
             for key in node.pins:
-                if key not in node.slices:
+                if key not in node.slices and not self.retired:
                     problems.append(f"node {node.id}: pin on a missing slice {key}")
         if (evictable, pinned) != (self.lr_evictable_size, self.lr_pinned_size):
             problems.append(
                 f"lr counters: evictable={self.lr_evictable_size} pinned={self.lr_pinned_size}, "
                 f"counted evictable={evictable} pinned={pinned}"
+            )
+        if (own[False], own[True]) != (self.own_evictable_size, self.own_pinned_size):
+            problems.append(
+                f"own base counters: evictable={self.own_evictable_size} "
+                f"pinned={self.own_pinned_size}, counted {own}"
             )
         held = self.runtime.rows_held()
         available = pool.available_size()
@@ -574,3 +825,7 @@ def _init_node(node: TreeNode, feeder: str) -> None:
     node.used = {}  # slice key -> time of last use
     node.feeder = feeder  # content of the adapter that fed the tokens first; "" for none
     node.provisional = False  # base KV of an adapted pass where it is to be neutral
+    node.exact = False  # its feeder's adapted base KV is what its feeder is to read
+    node.own = None  # [len(node.key)] base slots of the adapted pass, beside neutral ones
+    node.own_pins = 0  # running requests that read base KV of the adapted pass
+    node.own_used = 0.0  # time of last use

@@ -86,6 +86,11 @@ class RequestState:
         tabled: The request's row of ``req_to_lr`` holds its matched slices.
         written: Slice keys the pass writes for new tokens, own key first.
         rows: Slots owned, by slice key.
+        read_node: Deepest tree node whose base KV this request reads, once it is admitted.
+        own_spans: Token ranges above it over which it reads base KV of its own adapted passes;
+            pinned while it runs.
+        impatient: It may read base KV of other roles' adapted passes (provisionally).
+        exact: It reads, as the method has it, neutral base KV and own base alone.
         held_since: When it first waited for a neutral pass, on the monotonic clock.
         shadow: The neutral pass that runs beside this request; None if none does.
         gave_way: Users needed the slots of its shadow: its tokens are owed when it ends.
@@ -103,6 +108,10 @@ class RequestState:
     tabled: bool = False
     written: list[str] = field(default_factory=list)
     rows: dict[str, OwnedSlots] = field(default_factory=dict)
+    read_node: Any = None
+    own_spans: list[tuple[int, int]] = field(default_factory=list)
+    impatient: bool = False
+    exact: bool = True
     held_since: float | None = None
     shadow: Shadow | None = None
     gave_way: bool = False

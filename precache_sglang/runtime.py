@@ -317,7 +317,8 @@ class Runtime:
         owned = sum(
             rows.num_slots for state in self.running_states() for rows in state.rows.values()
         )
-        return owned + self.backlog.held_rows()
+        retired = sum(retired.rows.numel() for retired in self.tree.retired)
+        return owned + retired + self.backlog.held_rows()
 
     def rows_in_flight(self, key: str) -> bool:
         return any(key in state.rows for state in self.running_states())
@@ -457,7 +458,7 @@ class Runtime:
             state = state_of(req)
             end = min(state.base_len, req.extend_end)
             if end > req.prefix_len:
-                shared = self.tree.path_device_indices(req.last_node)
+                shared = self.tree.slots_read(req)
                 table[req.kv.req_pool_idx, req.prefix_len : end] = shared[req.prefix_len : end].to(
                     table.dtype
                 )
@@ -671,8 +672,9 @@ class Runtime:
             "backlog_tokens": self.backlog.tokens(),
             "backlog_age_s": round(self.backlog.oldest_age(), 3),
             "provisional_tokens": sum(
-                len(node.key) for node in self.tree.nodes() if node.provisional
+                len(node.key) for node in self.tree.nodes() if node.provisional and not node.exact
             ),
+            "own_base_tokens": self.tree.own_size(),
             "shadow_tokens": sum(shadow.num_slots for shadow in self.shadows),
             "base_tokens": self.tree.total_size(),
             "lr_slots_in_use": pool.size - pool.available_size() if pool else 0,

@@ -59,6 +59,7 @@ class Engine:
         teams: dict[str, list[str]] | None = None,
         schedule: str = "lp",
         max_neutral_wait_ms: int = -1,
+        own_base_fraction: float = 0.5,
     ) -> None:
         common = 99 if METHODS[method].rows is Rows.COMMON else None
         self.loras = {role: fake_lora(seed, a_seed=common) for role, seed in ROLES.items()}
@@ -69,6 +70,7 @@ class Engine:
             lr_tokens=lr_slots,
             teams=teams or {},
             max_neutral_wait_ms=max_neutral_wait_ms,
+            own_base_fraction=own_base_fraction,
         )
         monkeypatch.setattr(runtime_module, "_current", None)
         self.runtime = runtime_module.Runtime(settings, METHODS[method], self.manager)
@@ -124,6 +126,7 @@ class Engine:
         tokens: Sequence[int],
         extra_key: str | None = None,
         salt: str | None = None,
+        impatient: bool = False,
     ) -> Req:
         """Admit a request: match and lock."""
         req = Req(
@@ -135,6 +138,7 @@ class Engine:
             cache_salt=salt,
         )
         req.precache = self.runtime.new_state(role)
+        req.precache.impatient = impatient
         req.extra_key = self.runtime.namespace(req.precache, extra_key)
         self.admit(req)
         return req
@@ -325,6 +329,8 @@ class Engine:
                 assert writer in (self.feeder(req), NEUTRAL)
             elif self.runtime.method.neutral_base and state.job is not None:
                 assert writer == NEUTRAL, "a neutral pass attends to neutral base KV alone"
+            elif self.runtime.method.own_base and not state.impatient:
+                assert writer in (self.feeder(req), NEUTRAL), "adapted base KV of another role"
             if state.own_key is not None:
                 assert self.lr.read(own[position]) == self.token(req, position, state.own_key)
 
@@ -341,6 +347,9 @@ class Engine:
                     writer = NEUTRAL  # adapter-free, but over provisional base KV
                 for index, slot in enumerate(child.value.tolist()):
                     expected = (space, tokens[: len(before) + index + 1], writer)
+                    assert self.base.read(slot) == expected
+                for index, slot in enumerate([] if child.own is None else child.own.tolist()):
+                    expected = (space, tokens[: len(before) + index + 1], child.feeder)
                     assert self.base.read(slot) == expected
                 for key, slots in child.slices.items():
                     for index, slot in enumerate(slots.tolist()):
@@ -375,6 +384,8 @@ class Engine:
         self.check()
         if not self.runtime.backlog.jobs:
             assert self.tree.protected_size() == 0
+        assert not self.tree.admitted and not self.tree.retired
+        assert not any(node.own_pins for node in self.tree.nodes())
         assert self.runtime.shadows == []
         assert self.tree.lr_pinned_size == 0
         assert all(not node.pins for node in self.tree.nodes())

@@ -63,6 +63,8 @@ class Method:
     team_rows: bool = False
     # Base KV, and the LR rows of inactive adapters, come from a neutral pass after the turn.
     neutral_base: bool = False
+    # A role goes on reading the base KV of its own adapted pass for tokens that it fed.
+    own_base: bool = False
 
 
 METHODS = {
@@ -72,6 +74,7 @@ METHODS = {
     "baselrshared": Method(common_rows=True, team_rows=True),
     "prelrshared": Method(team_rows=True),
     "rebaseshared": Method(team_rows=True, neutral_base=True),
+    "rebaseown": Method(team_rows=True, neutral_base=True, own_base=True),
 }
 
 
@@ -214,6 +217,8 @@ class TokenNode:
 
     base: Tensor | None = None  # [layers, 2, kv_heads, head_dim]
     lr: dict[str, Tensor] = field(default_factory=dict)  # row key -> [slots, rank]
+    feeder: str = ""  # content of the adapter that fed the token first
+    own: Tensor | None = None  # base KV of the feeder's adapted pass; as `base`
     children: dict[int, "TokenNode"] = field(default_factory=dict)
 
     def match(self, tokens: Sequence[int]) -> list["TokenNode"]:
@@ -288,6 +293,12 @@ class ReferenceEngine:
         self._adapters = adapters
         self._drop_unused()
 
+    def drop_own(self) -> None:
+        """Forget all own base: roles read neutral base KV of their own turns from now on."""
+        for root in self._roots.values():
+            for node in root.walk():
+                node.own = None
+
     def unload(self, role: str) -> None:
         del self._adapters[role]
         self._drop_unused()
@@ -325,7 +336,7 @@ class ReferenceEngine:
     def base_rows(self, tokens: Sequence[int], role: str | None = None) -> Tensor:
         """[cached, layers, 2, kv_heads, head_dim]; `role` matters only under nonshared."""
         adapter = None if role is None else self._adapters[role]
-        return self._stack_base(self._root(adapter).match(tokens))
+        return self._stack_base(self._root(adapter).match(tokens), None)
 
     def lr_rows(self, tokens: Sequence[int], role: str) -> dict[Slot, Tensor]:
         """The leading LR rows that `role` finds, [lr_len, rank] per (layer, projection)."""
@@ -355,6 +366,9 @@ class ReferenceEngine:
                 node.lr.setdefault(key, row)
         for index in range(len(published), len(tokens)):
             path[index].base = writer.base[index - writer.start]
+            if self.method.own_base and adapter is not None:
+                path[index].feeder = adapter.content
+                path[index].own = result.base[index - result.start]
             if self.method.team_rows:
                 for key, rows in writer.lr.items():
                     path[index].lr.setdefault(key, rows[index - writer.start])
@@ -370,7 +384,7 @@ class ReferenceEngine:
         """Compute tokens[start:], reading base KV of all `cached` and LR rows up to `lr_len`."""
         weights = self.weights
         base_len = len(cached)
-        cached_base = self._stack_base(cached)
+        cached_base = self._stack_base(cached, adapter)
         writers = {
             self._row_key(other): other
             for other in self._adapters.values()
@@ -445,10 +459,17 @@ class ReferenceEngine:
         for root in self._roots.values():
             for node in root.walk():
                 node.lr = {key: rows for key, rows in node.lr.items() if key in row_keys}
+                if node.feeder not in contents:
+                    node.own = None
 
-    def _stack_base(self, nodes: list[TokenNode]) -> Tensor:
+    def _stack_base(self, nodes: list[TokenNode], reader: Adapter | None) -> Tensor:
         if nodes:
-            return torch.stack([node.base for node in nodes if node.base is not None])
+            read = [
+                node.base if node.own is None or reader is None or node.feeder != reader.content
+                else node.own
+                for node in nodes
+            ]  # fmt: skip
+            return torch.stack([base for base in read if base is not None])
         weights = self.weights
         kv_heads = len(weights.layers[0]["k_proj.weight"]) // weights.head_dim
         return torch.empty(0, len(weights.layers), 2, kv_heads, weights.head_dim)

@@ -24,7 +24,10 @@ ROLES = ("plan", "action", "reflect")
 SETS = {"qv": "scienceqa-qv-r8", "qkvo": "scienceqa-qkvo-r4"}
 SMOLLM2_VOCABULARY = 49152
 # baselrshared needs adapters with one A; its case is built from the shipped ones below.
-METHODS = ("nonshared", "fullshared", "baseshared", "baselrshared", "prelrshared", "rebaseshared")
+METHODS = (
+    *("nonshared", "fullshared", "baseshared", "baselrshared"),
+    *("prelrshared", "rebaseshared", "rebaseown"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,8 @@ class Case:
     # Chunked prompts for every method; whole ones where a pass writes the team's rows.
     params=[(method, "64", "lp") for method in METHODS]
     + [(method, "whole", "lp") for method in ("prelrshared", "rebaseshared")]
-    + [("rebaseshared", "64", schedule) for schedule in ("db", "auto")],
+    + [("rebaseshared", "64", schedule) for schedule in ("db", "auto")]
+    + [("rebaseown", "64", "db"), ("rebaseown", "whole", "auto")],
     ids="-".join,
 )
 def case(
@@ -115,7 +119,7 @@ def case(
         state = server.wait_for_backlog()
         assert state["problems"] == []
         assert state["lr_slots_pinned"] == 0
-        assert state["base_tokens_in_use"] == state["base_tokens"]
+        assert state["base_tokens_in_use"] == state["base_tokens"] + state["own_base_tokens"]
 
 
 def test_text_trajectories_one_at_a_time(case: Case, model: Path) -> None:
@@ -156,7 +160,7 @@ def test_a_role_switch_reads_the_earlier_context_as_shared(case: Case) -> None:
     context = len(trajectory.tokens) - 1  # the last sampled token was never fed
     counts = trajectory.turn(second, new[:10], 4).counts
     assert sum(counts.values()) == len(trajectory.tokens) - 4
-    if case.method in ("fullshared", "baselrshared", "prelrshared", "rebaseshared"):
+    if case.method in METHODS[1:2] + METHODS[3:]:
         assert counts["shared"] >= 0.95 * context
     elif case.method == "baseshared":
         assert counts["shared"] == 0
@@ -187,6 +191,14 @@ def test_an_adapter_loaded_in_mid_trajectory(case: Case) -> None:
     result = trajectory.turn(late, new(20), 3)
     trajectory.turn(roles[0], new(20), 4)
     trajectory.turn(late, new(10), 4)
+    # A role that has fed tokens itself goes and comes back.
+    case.server.wait_for_backlog()
+    first = str(case.sets[set_name][roles[0]])
+    case.server.post("/unload_lora_adapter", {"lora_name": roles[0]})
+    trajectory.reference.unload(roles[0])
+    case.server.post("/load_lora_adapter", {"lora_name": roles[0], "lora_path": first})
+    trajectory.reference.load(roles[0], first)
+    trajectory.turn(roles[0], new(10), 4)
     assert trajectory.difference < TOLERANCE
     assert sum(result.counts.values()) == 60 + 3 + 50 + 3 + 20
 
@@ -200,7 +212,7 @@ TINY_TARGETS = {
 }
 
 
-@pytest.mark.parametrize("method", ["baseshared", "prelrshared", "rebaseshared"])
+@pytest.mark.parametrize("method", ["baseshared", "prelrshared", "rebaseshared", "rebaseown"])
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2"])
 def test_other_architectures_mixed_ranks_and_targets(
     architecture: str, method: str, tmp_path: Path
@@ -223,6 +235,42 @@ def test_other_architectures_mixed_ranks_and_targets(
         ]
         assert run_trajectories(trajectories, turns, at_once=4) < TOLERANCE
         assert server.wait_for_backlog()["problems"] == []
+
+
+def test_after_own_base_was_evicted_its_role_reads_the_neutral_base(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    adapters = {
+        role: make_adapter(tmp_path / role, model, seed=seed, **settings)
+        for seed, (role, settings) in enumerate(TINY_TARGETS.items())
+    }
+    args = ["--precache-method", "rebaseown", "--dtype", "float32", "--skip-tokenizer-init"]
+    args += ["--max-total-tokens", "1600", "--max-running-requests", "4"]
+    args += ["--max-loras-per-batch", "6", "--chunked-prefill-size", "64"]
+    with ServerProcess(model, adapters, [*args, "--log-level", "warning"]) as server:
+        rng = random.Random(9)
+        reference = ReferenceEngine(Weights.load(model), "rebaseown", adapters)
+        trajectory = Trajectory(server, reference, "own")
+
+        def turns(count: int) -> None:
+            for role, new_tokens, num_output in random_turns(rng, 256, [*adapters], count, 60):
+                trajectory.turn(role, new_tokens, num_output)
+            assert trajectory.difference < TOLERANCE
+
+        turns(8)
+        state = server.wait_for_backlog()
+        assert 0 < state["own_base_tokens"] <= state["base_tokens"]
+        for index in range(30):
+            new = [rng.randrange(20, 256) for _ in range(60)]
+            body = {"input_ids": new, "sampling_params": {"max_new_tokens": 1}}
+            server.post("/generate", {**body, "cache_salt": f"filler-{index}"})
+            if not server.state()["own_base_tokens"]:
+                break
+        state = server.wait_for_backlog()
+        assert state["own_base_tokens"] == 0 and state["total_evicted_own"] > 0
+        assert state["total_evicted_base"] == 0, "own base goes first"
+        assert state["problems"] == []
+        reference.drop_own()
+        turns(6)
 
 
 @pytest.mark.parametrize("method", ["prelrshared", "rebaseshared"])

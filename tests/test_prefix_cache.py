@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from engine import CONTEXT, ROLES, Engine
+from engine import CONTEXT, NEUTRAL, ROLES, Engine
 from standins import fake_lora, quiet_imports
 
 with quiet_imports():
@@ -1319,6 +1320,167 @@ def test_damage_is_reported(
     assert any(report in problem for problem in engine.tree.check_integrity())
 
 
+# -- own base ------------------------------------------------------------------------------
+
+
+def reads(engine: Engine, role: str | None, tokens: list[int]) -> list[str]:
+    """Who wrote the base KV that a request of `role` over `tokens` reads, token by token."""
+    req = engine.start(role, tokens)
+    engine.extend(req)
+    row = engine.rows.req_to_token[req.kv.req_pool_idx].tolist()
+    writers = [engine.base.read(slot)[2] for slot in row[: state_of(req).base_len]]
+    engine.abort(req)
+    return writers
+
+
+def own_turn(make: Callable[..., Engine], **kwargs: Any) -> Engine:
+    """An engine in which plan's turn over ``TEXT[:12]`` has ended."""
+    engine = make("rebaseown", **kwargs)
+    engine.turn("plan", TEXT[:10], answer=TEXT[10:12])
+    return engine
+
+
+def content(engine: Engine, role: str) -> str:
+    return engine.runtime.roles.adapters[role].content
+
+
+def test_the_writer_goes_on_at_once_and_others_wait(make: Callable[..., Engine]) -> None:
+    engine = own_turn(make)
+    assert engine.runtime.backlog.tokens() == 12
+    assert engine.runtime.gauges()["provisional_tokens"] == 0
+    assert reads(engine, "plan", TEXT[:15]) == [content(engine, "plan")] * 12
+    assert reads(engine, "action", TEXT[:15]) == []
+    backlog = engine.runtime.backlog
+    for role, waits in (("plan", False), ("action", True), (None, True)):
+        state = engine.runtime.new_state(role)
+        key = RadixKey(array("q", TEXT[:15]), engine.runtime.namespace(state, None))
+        assert bool(backlog.blocking(key, state)) == waits
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("schedule", ["lp", "db"])
+def test_the_writer_keeps_its_base_and_others_read_the_neutral_one(
+    make: Callable[..., Engine], schedule: str
+) -> None:
+    engine = own_turn(make, schedule=schedule)
+    engine.drain()
+    assert engine.runtime.backlog.tokens() == 0 and not engine.runtime.backlog.rebases
+    assert reads(engine, "plan", TEXT[:15]) == [content(engine, "plan")] * 12
+    assert reads(engine, "action", TEXT[:15]) == [NEUTRAL] * 12
+    assert engine.runtime.gauges()["own_base_tokens"] == 12
+    assert engine.covered(TEXT[:12], "action") == [(12, True)]
+    # Action's turn on top: plan reads its own tokens as its own, action's as everybody.
+    engine.turn("action", TEXT[:16])
+    engine.drain()
+    assert reads(engine, "plan", TEXT[:18]) == [content(engine, "plan")] * 12 + [NEUTRAL] * 4
+    assert reads(engine, "action", TEXT[:18]) == [NEUTRAL] * 12 + [content(engine, "action")] * 4
+    assert reads(engine, None, TEXT[:18]) == [NEUTRAL] * 16
+    engine.check_idle()
+
+
+def test_own_base_is_the_first_to_be_evicted(make: Callable[..., Engine]) -> None:
+    engine = own_turn(make)
+    engine.drain()
+    assert engine.tree.evict(EvictParams(num_tokens=3)).num_tokens_evicted == 12
+    assert reads(engine, "plan", TEXT[:15]) == [NEUTRAL] * 12
+    assert engine.covered(TEXT[:12], "plan") == [(12, True)]
+    assert engine.runtime.stats.evicted_own == 12
+    engine.check_idle()
+
+
+def test_own_base_that_is_read_stays(make: Callable[..., Engine]) -> None:
+    engine = own_turn(make)
+    engine.drain()
+    req = engine.start("plan", TEXT[:15])
+    engine.extend(req)
+    assert engine.tree.evict_own(99) == 0
+    engine.check()
+    engine.finish(req)
+    assert engine.tree.evict_own(99) == 12
+    engine.check_idle()
+
+
+def test_without_a_share_of_the_pool_the_turn_is_rebased_in_place(
+    make: Callable[..., Engine],
+) -> None:
+    engine = own_turn(make, own_base_fraction=0.0)
+    (node,) = engine.path(TEXT[:12])
+    slots = node.value.clone()
+    req = engine.start("plan", TEXT[:15])
+    engine.extend(req)
+    assert not engine.neutral_step(), "its writer reads it"
+    engine.finish(req)
+    engine.drain()
+    assert node.value.equal(slots) and node.own is None
+    assert reads(engine, "plan", TEXT[:15]) == [NEUTRAL] * 15
+    assert engine.runtime.gauges()["own_base_tokens"] == 0
+    engine.check_idle()
+
+
+def test_own_base_keeps_to_its_share(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseown", base_slots=60, own_base_fraction=0.25)
+    for first in range(0, 60, 20):
+        engine.turn("plan", list(range(first, first + 12)))
+        engine.drain()
+        engine.check()
+    # Of 60 slots 36 hold neutral base KV, which can be evicted.
+    assert engine.tree.own_size() == 12
+    newest = engine.path(list(range(40, 52)), "plan")
+    assert [node.own is not None for node in newest] == [True]
+    engine.check_idle()
+
+
+def test_a_rebase_does_not_disturb_the_writer_that_reads_the_turn(
+    make: Callable[..., Engine],
+) -> None:
+    engine = own_turn(make, piece=5)
+    req = engine.start("plan", TEXT[:15])
+    engine.extend(req)
+    row = engine.rows.req_to_token[req.kv.req_pool_idx, :15].clone()
+    engine.drain()
+    assert engine.runtime.backlog.tokens() == 0
+    engine.check()
+    assert engine.rows.req_to_token[req.kv.req_pool_idx, :15].equal(row)
+    assert engine.tree.own_pinned_size == 12
+    engine.finish(req)
+    engine.check_idle()
+
+
+def test_unloading_a_role_drops_its_own_base(make: Callable[..., Engine]) -> None:
+    engine = own_turn(make)
+    engine.drain()
+    engine.unload("plan")
+    assert engine.tree.own_size() == 0
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("method", ["rebaseshared", "rebaseown"])
+def test_what_is_read_without_a_break_is_rebased_beside_its_readers(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """User load never keeps a provisional turn from its neutral pass for ever."""
+    engine = make(method, max_neutral_wait_ms=0)
+    engine.turn("plan", TEXT[:10], answer=TEXT[10:12])
+    if engine.runtime.backlog.jobs:
+        engine.runtime.backlog.publish_provisionally(one_job(engine))
+    req = engine.start("action", TEXT[:15], impatient=True)
+    engine.extend(req)
+    assert state_of(req).base_len == 12
+    row = engine.rows.req_to_token[req.kv.req_pool_idx, :15].clone()
+    monkeypatch.setattr(backlog_module, "_MAX_READ", 0.0)
+    engine.drain()
+    (node, *_) = engine.path(TEXT[:12])
+    assert not node.provisional
+    assert engine.tree.retired and engine.tree.retired[0].rows.numel() >= 12
+    engine.check()  # the reader still reads what it read
+    assert engine.rows.req_to_token[req.kv.req_pool_idx, :15].equal(row)
+    engine.finish(req)
+    # What the reader fed follows on base that was replaced: it is to be rebased, too.
+    engine.drain()
+    assert reads(engine, "reflect", TEXT[:18]) == [NEUTRAL] * 15
+    engine.check_idle()
+
+
 # -- anything at all -----------------------------------------------------------------------
 
 
@@ -1383,10 +1545,12 @@ class Operations:
             self.engine.admit(req)
         else:
             roles = [*self.engine.runtime.roles.adapters, None]
+            may_be_impatient = self.engine.runtime.may_publish_provisionally
             req = self.engine.start(
                 self.random.choice(roles),
                 self.context(),
                 salt=self.random.choice([None, None, None, "x"]),
+                impatient=may_be_impatient and self.random.random() < 0.3,
             )
         # Pin at once, as the step that admits a request does.
         self.engine.runtime.before_extend(SimpleNamespace(reqs=[req]))
@@ -1466,6 +1630,8 @@ class Operations:
                 read.add(node)
                 node = node.parent
         held += sum(len(node.key) for node in read)
+        held += engine.tree.own_pinned_size
+        held += sum(retired.base.numel() for retired in engine.tree.retired)
         assert engine.allocator.available_size() == engine.allocator.size - held
 
     def evict_rows(self) -> None:
@@ -1501,6 +1667,11 @@ class Operations:
         ("rebaseshared", "lp", 0),
         ("rebaseshared", "db", 0),
         ("rebaseshared", "auto", 0),
+        ("rebaseown", "lp", -1),
+        ("rebaseown", "db", -1),
+        ("rebaseown", "auto", -1),
+        ("rebaseown", "lp", 0),
+        ("rebaseown", "auto", 0),
     ],
 )
 def test_no_slot_is_lost_or_shared_whatever_happens(
@@ -1513,6 +1684,8 @@ def test_no_slot_is_lost_or_shared_whatever_happens(
 ) -> None:
     monkeypatch.setattr(backlog_module, "_PUBLISH_EVERY", 3)
     monkeypatch.setattr(neutral_module, "_STEP_SHARE", 1.0)
+    # Every other seed: what is provisional is rebased beside its readers at once.
+    monkeypatch.setattr(backlog_module, "_MAX_READ", 0.0 if seed % 2 else 1e9)
     engine = make(
         method,
         base_slots=90,
