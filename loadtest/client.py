@@ -130,15 +130,12 @@ class Client:
     def refused(self, step: Step, prompt: str | list[int], model: str, salt: str) -> None:
         """Send a turn to a role that does not exist: a 4xx that names it is right."""
         path, body = turn_body(step, prompt, model, salt)
-        self.expect_4xx("bad name", path, body, step.role)
-
-    def expect_4xx(self, what: str, path: str, body: Any, named: str) -> None:
         answer = self.post(path, body)
-        if 400 <= answer.status_code < 500 and named in answer.text:
+        if 400 <= answer.status_code < 500 and step.role in answer.text:
             self.run.counts["refused"] += 1
-            self.report(what, path, 1e3 * answer.elapsed.total_seconds(), 0, None)
+            self.report("bad name", path, 1e3 * answer.elapsed.total_seconds(), 0, None)
         else:
-            self.fail(what, path, body, answer.status_code, answer.text)
+            self.fail("bad name", path, body, answer.status_code, answer.text)
 
     def call(self, what: str, path: str, body: Any) -> bool:
         """An operator's request; whether it was answered with a 200."""

@@ -96,7 +96,9 @@ class Run:
         )
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        # asdict makes nonsense of a Counter.
+        values = asdict(self) | {"counts": dict(self.counts)}
+        path.write_text(json.dumps(values) + "\n", encoding="utf-8")
 
     @property
     def roles(self) -> list[str]:
