@@ -302,7 +302,8 @@ def finish(environment: Any, **_: Any) -> None:
     LOAD.run.write(out / "load.json")
     server = LOAD.before or {"method": "off", "schedule": None}
     name = ":".join(filter(None, (server["method"], server["schedule"])))
-    about = f"{name}, {LOAD.args.num_users} users, {LOAD.run.duration_s:.0f} s, mix {LOAD.args.mix}"
+    users = ", ".join(LOAD.args.user_classes)
+    about = f"{name}, {LOAD.args.num_users} users ({users}), {LOAD.run.duration_s:.0f} s"
     page = report.page({name: LOAD.run}, thresholds, about)
     (out / "report.html").write_text(page, encoding="utf-8")
 

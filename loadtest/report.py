@@ -286,7 +286,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 78em; 
 table { border-collapse: collapse; margin: 1em 0 }
 th, td { border-bottom: 1px solid #ccc; padding: .2em .7em; text-align: right }
 th:first-child, td:first-child { text-align: left }
-.bar { display: flex; height: 1.3em; width: 30em; max-width: 100%; border: 1px solid #555 }
+.bar { display: flex; height: 1.3em; width: 30em; max-width: 100%; border: 1px solid #555;
+  text-align: left }
 .bar span { overflow: hidden; white-space: nowrap; font-size: 12px; padding-left: 2px }
 .shared { background: #8fd19e } .own { background: #9ec5fe }
 .replayed { background: #ffe69c } .computed { background: #f1aeb5 }

@@ -40,8 +40,8 @@ SHAPES = {
         ("--max-total-tokens", "24000", "--max-running-requests", "16"),
         (
             *("errors<=0", "turns>=30", "cancelled>=1", "refused>=1", "loads>=3"),
-            *("ttft_p50_s<=4", "ttft_p95_s<=15", "itl_p95_ms<=4000", "turn_p95_s<=45"),
-            *("shared_share>=0.3", "health_max_s<=15", "backlog_age_max_s<=300", "drain_s<=180"),
+            *("ttft_p50_s<=3", "ttft_p95_s<=12", "itl_p95_ms<=4000", "turn_p95_s<=30"),
+            *("shared_share>=0.3", "health_max_s<=10", "backlog_age_max_s<=120", "drain_s<=60"),
         ),
     ),
     # Impatient users, contexts that several extend at once, pools too small for them.
