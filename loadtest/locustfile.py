@@ -273,6 +273,8 @@ def prepare(environment: Any, **_: Any) -> None:
 
 @events.test_start.add_listener
 def started(**_: Any) -> None:
+    # With Locust's web page a process may see several; the last one counts.
+    LOAD.run = report.Run()
     LOAD.started = time.perf_counter()
 
 
@@ -302,7 +304,7 @@ def finish(environment: Any, **_: Any) -> None:
     LOAD.run.write(out / "load.json")
     server = LOAD.before or {"method": "off", "schedule": None}
     name = ":".join(filter(None, (server["method"], server["schedule"])))
-    users = ", ".join(LOAD.args.user_classes)
+    users = ", ".join(LOAD.args.user_classes) or "of all kinds"
     about = f"{name}, {LOAD.args.num_users} users ({users}), {LOAD.run.duration_s:.0f} s"
     page = report.page({name: LOAD.run}, thresholds, about)
     (out / "report.html").write_text(page, encoding="utf-8")
