@@ -23,6 +23,10 @@ DRAIN_LIMIT = 180.0  # seconds in which nothing may be owed any more after the l
 Report = Callable[[str, str, float, int, str | None], None]
 
 
+class NotAtRestError(RuntimeError):
+    """A server that others use, or that has lost slots before; the message says which."""
+
+
 @dataclass
 class Answer:
     """A streamed answer as far as it came; times on `time.perf_counter`'s clock.
@@ -274,14 +278,14 @@ def start_clean(client: Client) -> dict[str, Any] | None:
     """Flush, and return what the server holds then; None on stock SGLang.
 
     Raises:
-        RuntimeError: It is busy, or does not come out of the flush empty.
+        NotAtRestError: It is busy, or does not come out of the flush empty.
     """
     problems = _flush(client)
     state = client.state()
     if state is not None:
         problems += lost(state, flushed=True)
     if problems:
-        raise RuntimeError(f"The server is not at rest before the load: {'; '.join(problems)}")
+        raise NotAtRestError(f"the server is not at rest before it: {'; '.join(problems)}")
     return state
 
 

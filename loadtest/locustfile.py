@@ -19,8 +19,9 @@ from typing import Any
 
 import gevent
 import report
+import requests
 import shapes
-from client import Answer, Client, settle, start_clean, turn_body
+from client import Answer, Client, NotAtRestError, settle, start_clean, turn_body
 from locust import User, constant, events, task
 from locust.runners import MasterRunner, WorkerRunner
 from traces import Scripts, Step
@@ -98,7 +99,10 @@ class AgentUser(User):
         answer = self.client.turn(step, prompt, LOAD.model, self.salt, stop_after)
         if answer.whole:
             self.go_on(step, prompt, answer)
-        elif answer.error or rng.random() < 0.5:
+        elif answer.error:
+            self.pause = 1.0
+            self.begin()
+        elif rng.random() < 0.5:
             self.begin()  # gives this trajectory up
         # else: asks for the same turn again
 
@@ -264,10 +268,13 @@ def prepare(environment: Any, **_: Any) -> None:
     if isinstance(environment.runner, MasterRunner | WorkerRunner):
         raise SystemExit("precache-sglang's load test is one process; leave --master/--worker out")
     LOAD.args = environment.parsed_options
-    LOAD.scripts = Scripts.load(LOAD.args.trajectories, LOAD.args.traces, LOAD.args.vocab_size)
     client = LOAD.client(environment)
-    LOAD.before = start_clean(client)
-    LOAD.model = client.get("/model_info").json()["served_model_name"]
+    try:  # Locust would go on with the load.
+        LOAD.scripts = Scripts.load(LOAD.args.trajectories, LOAD.args.traces, LOAD.args.vocab_size)
+        LOAD.before = start_clean(client)
+        LOAD.model = client.get("/model_info").json()["served_model_name"]
+    except (requests.RequestException, NotAtRestError, ValueError) as error:
+        raise SystemExit(f"No load: {error}") from error
     client.close()
 
 
@@ -292,8 +299,12 @@ def user_error(user_instance: Any, exception: BaseException, tb: Any, **_: Any) 
 @events.quitting.add_listener
 def finish(environment: Any, **_: Any) -> None:
     """Check the pools, write the report, set the status."""
+    environment.process_exit_code = 1  # also where something below raises
     client = LOAD.client(environment)
-    LOAD.run.pools = settle(client, LOAD.before)
+    try:
+        LOAD.run.pools = settle(client, LOAD.before)
+    except requests.RequestException as error:
+        LOAD.run.pools = {"problems": [f"not checked: {error}"]}
     client.close()
     thresholds = shapes.thresholds(LOAD.args)
     problems = report.wrong(LOAD.run, thresholds)

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     for variant in dict.fromkeys(args.compare):
         args.out = out / str(variant).replace(":", "-")
         status |= serve(args, variant, model, adapters)
-        runs[str(variant)] = report.Run.read(args.out / "load.json")
+        saved = args.out / "load.json"
+        runs[str(variant)] = report.Run.read(saved) if saved.exists() else report.Run()
     about = (
         f"{args.users} users, {args.minutes:g} min each, mix {args.mix}, {date.today()}, "
         f"{os.cpu_count()} x {platform.machine()}"
@@ -119,6 +120,7 @@ def load(args: argparse.Namespace, url: str, out: Path) -> int:
     """Send the users to `url`. Locust's status."""
     shape = shapes.SHAPES[args.mix]
     out.mkdir(parents=True, exist_ok=True)
+    (out / "load.json").unlink(missing_ok=True)  # of a run before this one
     command = [
         *(sys.executable, "-m", "locust", "-f", str(HERE / "locustfile.py"), *shape.user_classes),
         *("--headless", "--only-summary", "--host", url),
