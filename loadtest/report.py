@@ -26,6 +26,7 @@ class ThresholdError(ValueError):
 class Turn:
     """One answer that came whole. Times in seconds; `at` counts from the start of the run.
 
+    `gaps_s` lie between events of the stream: tokens that come together are one.
     `shared`, `own`, `replayed` and `computed` say where the prompt's tokens came from, as in
     ``usage.precache``; stock SGLang knows only `own` and `computed`.
     """

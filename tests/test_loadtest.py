@@ -297,7 +297,7 @@ def test_a_run_starts_a_server_loads_it_checks_it_and_stops_it(
     for each in found.turns:
         assert each.shared + each.own + each.replayed + each.computed == each.prompt_tokens
         assert 0 < each.ttft_s <= each.turn_s
-        assert len(each.gaps_s) == each.output_tokens - 1
+        assert 0 < len(each.gaps_s) < each.output_tokens
     assert found.samples and found.pools["problems"] == []
     assert found.pools["after_drain"]["base_tokens"] > 0
     assert found.pools["after_flush"]["base_tokens_in_use"] == 0
