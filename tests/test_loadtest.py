@@ -306,7 +306,7 @@ def test_a_run_starts_a_server_loads_it_checks_it_and_stops_it(
     assert f"<td>action</td><td>{figures(found, 'action')['shared_share']:.1%}</td>" in text
     # Locust's own tables have them, too.
     for metric in ("TTFT", "ITL", "shared %", "cancel", "bad name", "/unload_lora_adapter"):
-        assert metric in result.stdout
+        assert metric in result.stderr
 
 
 def test_a_comparison_fails_where_a_threshold_is_broken(
