@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _LIMIT = 0.5
 # Tokens that ride along are published together: each publication makes a node of the tree.
 _PUBLISH_EVERY = 256
+# Trajectories that are remembered.
+_MAX_TRAJECTORIES = 4096
 
 
 @dataclass(eq=False)
@@ -59,6 +61,7 @@ class NeutralJob:
         base_slots: ``[end - done]`` int64.
         beside: Of the pass beside others' steps; holds its rows over ``[done, ahead)``.
         lock: Holds the published prefix.
+        trajectory: The caller's name for what the turn belongs to; None without one.
         created: When the turn ended, on the monotonic clock.
     """
 
@@ -73,6 +76,7 @@ class NeutralJob:
     lock: TreeLock | None
     team_rows: dict[str, OwnedSlots] = field(default_factory=dict)
     beside: RequestState | None = None
+    trajectory: str | None = None
     done: int = field(init=False)
     ahead: int = field(init=False)
     created: float = field(init=False, default_factory=lambda: time.monotonic())
@@ -125,6 +129,34 @@ class Rebase:
         return self.slots
 
 
+class Trajectories:
+    """The trajectories that callers name, in the order in which they were last heard of.
+
+    No more than a hint: it orders neutral work. A name is one within its namespace only, so
+    that a tenant's name says nothing about another's work.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[tuple[str | None, str | None, str], int] = {}
+        self._serial = itertools.count(1)
+
+    def note(self, turn: Req | RadixKey, trajectory: str | None) -> None:
+        """A turn of `trajectory` has arrived, or has ended."""
+        if trajectory is None:
+            return
+        name = (turn.extra_key, turn.cache_salt, trajectory)
+        self._heard.pop(name, None)
+        self._heard[name] = next(self._serial)
+        if len(self._heard) > _MAX_TRAJECTORIES:
+            del self._heard[next(iter(self._heard))]
+
+    def rank(self, job: NeutralJob) -> int:
+        """The greater, the later its trajectory was heard of; 0 for one that has no name."""
+        if job.trajectory is None:
+            return 0
+        return self._heard.get((job.key.extra_key, job.key.cache_salt, job.trajectory), 0)
+
+
 class Backlog:
     """Jobs in the order in which their turns ended, then what is to be rebased."""
 
@@ -132,6 +164,7 @@ class Backlog:
         self.runtime = runtime
         self.jobs: deque[NeutralJob] = deque()
         self.rebases: deque[Rebase] = deque()
+        self.trajectories = Trajectories()
         self.made_room = False  # slots that were held have become evictable or free
 
     def tokens(self) -> int:
@@ -169,7 +202,9 @@ class Backlog:
             base_slots=row[start:end].to(torch.int64),
             lock=tree.lock(req.last_node),
             team_rows=team_rows,
+            trajectory=state.trajectory,
         )
+        self.trajectories.note(key, state.trajectory)
         self.jobs.append(job)
         # The slots are the job's now: SGLang frees what lies behind this mark.
         req.kv.cache_protected_len = end
@@ -260,8 +295,13 @@ class Backlog:
         assert job.lock is not None
         return self.runtime.tree.is_neutral(job.lock.node)
 
-    def jobs_before(self, job: NeutralJob) -> Iterator[NeutralJob]:
-        return itertools.takewhile(lambda other: other is not job, self.jobs)
+    def in_order(self) -> list[NeutralJob]:
+        """The jobs in the order in which they run when no request waits for one.
+
+        A turn of a trajectory with a name is likely to be extended, and soonest where one was
+        heard of last. The others follow, oldest first.
+        """
+        return sorted(self.jobs, key=self.trajectories.rank, reverse=True)
 
     # -- provisional ---------------------------------------------------------
 

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 
     from precache_sglang.runtime import Runtime
 
+# Evicted children that a node remembers, and tokens of each.
+_MAX_EVICTED = 32
+_EVICTED_TOKENS = 8
+
 
 class PrecacheRadixCache(RadixCache):
     """`RadixCache` with LR slices, two prefix lengths and neutral publishing."""
@@ -72,6 +76,8 @@ class PrecacheRadixCache(RadixCache):
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         parent = super()._split_node(key, child, split_len)
         _init_node(parent, child.feeder)
+        parent.born = child.born
+        parent.evicted_rows = set(child.evicted_rows)
         parent.provisional = child.provisional
         for name, slots in child.slices.items():
             parent.slices[name] = slots[:split_len].clone()
@@ -95,6 +101,7 @@ class PrecacheRadixCache(RadixCache):
         node.key = key
         node.value = slots.clone()
         parent.children[key.child_key(self.page_size)] = node
+        parent.evicted_below.pop(key.child_key(self.page_size), None)
         self.evictable_size_ += len(key)
         self._update_leaf_status(parent)
         self._update_leaf_status(node)
@@ -103,7 +110,19 @@ class PrecacheRadixCache(RadixCache):
     def _delete_leaf(self, node: TreeNode) -> None:
         for key in list(node.slices):
             self.drop_slice(node, key)
+        below = node.parent.evicted_below
+        below[node.key.child_key(self.page_size)] = node.key.token_ids[:_EVICTED_TOKENS]
+        if len(below) > _MAX_EVICTED:
+            del below[next(iter(below))]
         super()._delete_leaf(node)
+
+    def was_evicted(self, node: TreeNode, key: RadixKey, offset: int) -> bool:
+        """Whether what follows in `key` from `offset` on, the end of `node`, had been cached.
+
+        By its first few tokens, and those of the last few evicted children.
+        """
+        began = node.evicted_below.get(key.child_key_at(offset))
+        return began is not None and key.token_ids[offset : offset + len(began)] == began
 
     def walk(self, key: RadixKey) -> list[TreeNode]:
         """Nodes that hold the longest cached prefix of `key`, from the root down.
@@ -130,10 +149,14 @@ class PrecacheRadixCache(RadixCache):
 
         Splits nothing.
         """
+        return self.cached_len(key, with_provisional=False)
+
+    def cached_len(self, key: RadixKey, with_provisional: bool = True) -> int:
+        """Length of the longest cached prefix of `key`; splits nothing."""
         node, offset = self.root_node, 0
         while offset < len(key):
             child = node.children.get(key.child_key_at(offset))
-            if child is None or child.provisional:
+            if child is None or (child.provisional and not with_provisional):
                 break
             matched = child.key.match_at(key, offset)
             node, offset = child, offset + matched
@@ -411,6 +434,7 @@ class PrecacheRadixCache(RadixCache):
     def _add_slice(self, node: TreeNode, key: str, slots: torch.Tensor, now: float) -> None:
         node.slices[key] = slots.clone()
         node.used[key] = now
+        node.evicted_rows.discard(key)
         self.lr_evictable_size += slots.numel()
 
     def drop_slice(self, node: TreeNode, key: str) -> int:
@@ -463,6 +487,7 @@ class PrecacheRadixCache(RadixCache):
         while heap and freed < num_slots:
             *_, key, node = heapq.heappop(heap)
             freed += self.drop_slice(node, key)
+            node.evicted_rows.add(key)
             self.stats.evicted_slices += 1
         self.stats.evicted_rows += freed
         return freed
@@ -574,3 +599,7 @@ def _init_node(node: TreeNode, feeder: str) -> None:
     node.used = {}  # slice key -> time of last use
     node.feeder = feeder  # content of the adapter that fed the tokens first; "" for none
     node.provisional = False  # base KV of an adapted pass where it is to be neutral
+    # For `precache_sglang.match`, which tells users why something is missing:
+    node.born = time.monotonic()
+    node.evicted_rows = set()  # slice keys whose slice here was evicted
+    node.evicted_below = {}  # child key -> first tokens, of the last few evicted children
