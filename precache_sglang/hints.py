@@ -203,6 +203,10 @@ def put_into_params(request: GenerateReqInput) -> None:
         return  # SGLang refuses it
     changed = [_with_hints(params, hints) for params in each]
     request.sampling_params = changed if isinstance(given, list) else changed[0]
+    custom = changed[0].get("custom_params") if len(changed) == 1 else None
+    if request.routing_key is None and isinstance(custom, dict):
+        # SGLang's --schedule-policy routing-key runs turns of one trajectory together.
+        request.routing_key = custom.get(TRAJECTORY)
 
 
 def _with_hints(params: dict[str, Any], hints: Hints) -> dict[str, Any]:

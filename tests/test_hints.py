@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from precache_sglang.launch.process import ServerProcess
+from standins import quiet_imports
 from tiny import make_adapter, make_model_with_tokenizer
 
 ROLES = ("plan", "action")
@@ -105,10 +106,21 @@ def test_streams_carry_the_id_too(server: ServerProcess) -> None:
     answer = ask(server, "/generate", generate(stream=True), X_Request_Id="streamed-1")
     assert answer.request_id == "streamed-1"
     assert {event["meta_info"]["id"] for event in answer.events} == {"streamed-1"}
-    for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", completion())):
-        answer = ask(server, path, body | {"stream": True}, X_Request_Id="streamed-2")
-        assert answer.request_id == "streamed-2"
-        assert {event["id"] for event in answer.events} == {"streamed-2"}
+    for wanted, path, body in (
+        ("streamed-2", "/v1/chat/completions", chat()),
+        ("streamed-3", "/v1/completions", completion()),
+    ):
+        answer = ask(server, path, body | {"stream": True}, X_Request_Id=wanted)
+        assert answer.request_id == wanted
+        assert {event["id"] for event in answer.events} == {wanted}
+
+
+def test_an_id_is_not_free_right_after_a_stream(server: ServerProcess) -> None:
+    """SGLang aborts the id of a stream once more, two seconds after its end."""
+    ask(server, "/generate", generate(stream=True), X_Request_Id="again")
+    answer = ask(server, "/generate", generate(1200), X_Request_Id="again")
+    assert answer.request_id != "again"
+    assert answer.body["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def test_a_request_without_an_id_gets_one(server: ServerProcess) -> None:
@@ -217,6 +229,22 @@ def test_an_abort_ends_the_request_of_that_id_and_no_other(server: ServerProcess
 # -- trajectories ------------------------------------------------------------
 
 
+def test_a_trajectory_is_the_key_of_sglangs_routing_key_policy() -> None:
+    with quiet_imports():
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        from precache_sglang.hints import put_into_params
+
+    params = {"custom_params": {"precache_trajectory": "a", "mine": 1}}
+    for given, expected in ((None, "a"), ("theirs", "theirs")):
+        request = GenerateReqInput(text="one", sampling_params=params, routing_key=given)
+        put_into_params(request)
+        assert (request.routing_key, request.sampling_params) == (expected, params)
+    request = GenerateReqInput(text="one")
+    put_into_params(request)
+    assert (request.routing_key, request.sampling_params) == (None, {})
+
+
 @pytest.mark.parametrize("wanted", ["", "x" * 129, "tab\tinside", "\x7f"])
 def test_what_cannot_be_a_trajectory_is_refused(server: ServerProcess, wanted: str) -> None:
     for path, body in (
@@ -247,13 +275,16 @@ def test_a_trajectory_changes_no_answer_and_is_no_namespace(server: ServerProces
     server.wait_for_backlog()
     server.post("/flush_cache?timeout=30")
     prompt = {"text": "a context that roles share " * 10}
-    first = ask(server, "/generate", generate(**prompt), X_Precache_Trajectory="a").body
+    ask(server, "/generate", generate(**prompt), X_Precache_Trajectory="a")
     server.wait_for_backlog()
-    second = ask(server, "/generate", generate(**prompt), X_Precache_Trajectory="b").body
     custom = {"custom_params": {"precache_trajectory": "a"}}
-    third = ask(server, "/generate", generate(**prompt, sampling=custom)).body
-    assert first["output_ids"] == second["output_ids"] == third["output_ids"]
-    for answer in (second, third):
+    answers = [
+        ask(server, "/generate", generate(**prompt)).body,
+        ask(server, "/generate", generate(**prompt), X_Precache_Trajectory="b").body,
+        ask(server, "/generate", generate(**prompt, sampling=custom)).body,
+    ]
+    for answer in answers:
+        assert answer["output_ids"] == answers[0]["output_ids"]
         counts = answer["meta_info"]["precache"]
         assert counts["computed"] == 0 and counts["replayed"] <= 1, counts
 

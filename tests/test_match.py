@@ -12,6 +12,14 @@ from typing import Any
 import openai
 import pytest
 from engine import Engine
+from precache_sglang.launch.explain import (
+    ExplainError,
+    LocalTokenizer,
+    Prompt,
+    ServerTokenizer,
+    compare,
+)
+from precache_sglang.launch.model import ensure_demo_model
 from precache_sglang.launch.process import ServerProcess
 from standins import quiet_imports
 from tiny import make_adapter, make_model_with_tokenizer
@@ -250,6 +258,31 @@ def test_native_streams_carry_the_record(served: Served) -> None:
         match = event["meta_info"]["precache_match"]
         assert (match["base_tokens"], match["reason"]) == (150, "differs")
         assert match["end"]["cached"]["tokens"] == TOKENS[150:158]
+
+
+def test_explain_asks_a_server_for_the_tokens_that_it_feeds(served: Served) -> None:
+    asked = ServerTokenizer(served.server.url, None)
+    local = LocalTokenizer(str(ensure_demo_model()))
+    context = {"role": "user", "content": "Question: Why is the sky blue?"}
+    one, other = (
+        Prompt(role, messages=({"role": "system", "content": f"You are the {role}."}, context))
+        for role in ("planner", "actor")
+    )
+    assert compare(asked, one, other) == compare(local, one, other)
+    text = Prompt("text", text="One two\nthree.")
+    assert asked.encode(text) == local.encode(text)
+    # A chat is fed as it is compared.
+    with openai.OpenAI(base_url=f"{served.server.url}/v1", api_key="none", max_retries=0) as client:
+        for prompt in (one, other):
+            answer = client.chat.completions.create(
+                model="tiny:plan", messages=prompt.messages, max_tokens=2
+            )
+            served.server.wait_for_backlog()
+        assert answer.usage.prompt_tokens == len(asked.encode(other))
+        (match,) = answer.usage.model_extra["precache_match"]
+        assert match["base_tokens"] == compare(asked, one, other).common
+    with pytest.raises(ExplainError, match="bad: .*/tokenize answered 4"):
+        asked.encode(Prompt("bad", messages=({"role": "nobody"},)))
 
 
 def test_the_log_tells_it_without_text_and_not_often(served: Served) -> None:
