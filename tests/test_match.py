@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -117,7 +118,7 @@ def test_what_differs_is_shown_to_who_asks(served: Served) -> None:
     match = served.match(prompt, "action", **EXPLAIN)
     assert match["reason"] == "differs"
     end = match["end"]
-    assert end["prompt"]["text"] == " Judge the answer of a colleague with"
+    assert end["prompt"]["text"] == " Judge the answer of a colleague with care"
     assert end["cached"]["text"].startswith(" Answer as a poet would")
     assert end["before"]["text"].endswith("Use the tool.")
     assert all(0 < len(shown["tokens"]) <= 8 for shown in end.values())
@@ -281,7 +282,7 @@ def test_explain_asks_a_server_for_the_tokens_that_it_feeds(served: Served) -> N
         assert answer.usage.prompt_tokens == len(asked.encode(other))
         (match,) = answer.usage.model_extra["precache_match"]
         assert match["base_tokens"] == compare(asked, one, other).common
-    with pytest.raises(ExplainError, match="bad: .*/tokenize answered 4"):
+    with pytest.raises(ExplainError, match=r"bad: .*/tokenize answered 4"):
         asked.encode(Prompt("bad", messages=({"role": "nobody"},)))
 
 
@@ -293,7 +294,8 @@ def test_the_log_tells_it_without_text_and_not_often(served: Served) -> None:
     assert more, "some request of this file was worth a line"
     assert len(more) - len(lines) <= 1
     assert not any("Secret" in line for line in more)
-    assert any("(differs)" in line or "(evicted)" in line or "rows_" in line for line in more)
+    line = r"request '[0-9a-f]{32}', role '\w+': \d+ of \d+ prompt tokens read, base KV of \d+ \("
+    assert all(re.search(line, found) for found in more)
 
 
 # -- units -------------------------------------------------------------------
