@@ -58,7 +58,7 @@ def _take_hints(req: Req) -> None:
     """What `precache_sglang.hints` has checked and put there in the front end."""
     params = req.sampling_params.custom_params or {}
     req.precache.trajectory = params.get(TRAJECTORY)
-    req.precache.explain = params.get(EXPLAIN, False)
+    req.precache.explain = bool(params.get(EXPLAIN))
 
 
 def around_abort_request(

@@ -81,8 +81,8 @@ def check_trajectory(name: str, value: Any) -> str:
 
 def check_explain(name: str, value: Any) -> bool:
     """`value` as a flag; raises `ValueError` like `check_trajectory`."""
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
     if isinstance(value, str) and value.lower() in _FLAGS:
         return _FLAGS[value.lower()]
     raise ValueError(f"{name} {str(value)[:60]!r} is neither yes nor no; give 1 or 0.")
@@ -213,13 +213,14 @@ def _with_hints(params: dict[str, Any], hints: Hints) -> dict[str, Any]:
     custom = params.get("custom_params")
     if custom is not None and not isinstance(custom, dict):
         return params  # SGLang refuses it
+    custom = custom or {}
     ours: dict[str, Any] = {}
-    if custom is not None and TRAJECTORY in custom:
+    if custom.get(TRAJECTORY) is not None:
         ours[TRAJECTORY] = check_trajectory(TRAJECTORY, custom[TRAJECTORY])
     elif hints.trajectory is not None:
         ours[TRAJECTORY] = hints.trajectory
-    if custom is not None and EXPLAIN in custom:
+    if custom.get(EXPLAIN) is not None:
         ours[EXPLAIN] = check_explain(EXPLAIN, custom[EXPLAIN])
     elif hints.explain is not None:
         ours[EXPLAIN] = hints.explain
-    return {**params, "custom_params": {**(custom or {}), **ours}} if ours else params
+    return {**params, "custom_params": {**custom, **ours}} if ours else params

@@ -255,7 +255,7 @@ def test_what_cannot_be_a_trajectory_is_refused(server: ServerProcess, wanted: s
         answer = ask(server, path, body, X_Precache_Trajectory=wanted, X_Request_Id="refused")
         assert (answer.status, answer.request_id) == (400, "refused")
         assert "X-Precache-Trajectory" in json.dumps(answer.body)
-    for field in (wanted, 5, None, ["a"], {"a": 1}):
+    for field in (wanted, 5, ["a"], {"a": 1}):
         custom = {"precache_trajectory": field}
         for path, body in (
             ("/generate", generate(sampling={"custom_params": custom})),
@@ -269,6 +269,12 @@ def test_what_cannot_be_a_trajectory_is_refused(server: ServerProcess, wanted: s
 def test_a_wish_for_an_explanation_is_yes_or_no(server: ServerProcess) -> None:
     answer = ask(server, "/generate", generate(), X_Precache_Explain="perhaps")
     assert answer.status == 400 and "X-Precache-Explain 'perhaps'" in answer.text
+    for field, shown in ((1, True), ("true", True), (0, False), (False, False), (None, False)):
+        custom = {"custom_params": {"precache_explain": field}}
+        answer = ask(server, "/generate", generate(sampling=custom))
+        assert ("end" in answer.body["meta_info"]["precache_match"]) is shown, field
+    answer = ask(server, "/generate", generate(sampling={"custom_params": {"precache_explain": 2}}))
+    assert answer.status == 400 and "precache_explain '2'" in answer.text
 
 
 def test_a_trajectory_changes_no_answer_and_is_no_namespace(server: ServerProcess) -> None:
