@@ -118,9 +118,8 @@ def test_streams_carry_the_id_too(server: ServerProcess) -> None:
 def test_an_id_is_not_free_right_after_a_stream(server: ServerProcess) -> None:
     """SGLang aborts the id of a stream once more, two seconds after its end."""
     ask(server, "/generate", generate(stream=True), X_Request_Id="again")
-    answer = ask(server, "/generate", generate(1200), X_Request_Id="again")
-    assert answer.request_id != "again"
-    assert answer.body["meta_info"]["finish_reason"]["type"] == "length"
+    answer = ask(server, "/generate", generate(), X_Request_Id="again")
+    assert answer.request_id == answer.body["meta_info"]["id"] != "again"
 
 
 def test_a_request_without_an_id_gets_one(server: ServerProcess) -> None:
@@ -169,7 +168,7 @@ def test_what_cannot_be_an_id_is_replaced(server: ServerProcess, wanted: str) ->
 
 def test_an_id_in_use_is_nobody_elses(server: ServerProcess) -> None:
     first: list[Answer] = []
-    body = generate(400)
+    body = generate(250)
     thread = threading.Thread(
         target=lambda: first.append(ask(server, "/generate", body, X_Request_Id="twice"))
     )
@@ -185,7 +184,7 @@ def test_an_id_in_use_is_nobody_elses(server: ServerProcess) -> None:
     assert thread.is_alive(), "the first request was still running"
     thread.join()
     assert first[0].request_id == first[0].body["meta_info"]["id"] == "twice"
-    assert first[0].body["meta_info"]["completion_tokens"] == 400
+    assert first[0].body["meta_info"]["completion_tokens"] == 250
     again = ask(server, "/generate", generate(), X_Request_Id="twice")
     assert again.body["meta_info"]["id"] == "twice"
 
@@ -208,7 +207,7 @@ def test_an_abort_ends_the_request_of_that_id_and_no_other(server: ServerProcess
         answers[name] = ask(server, "/generate", generate(num_tokens), X_Request_Id=name)
 
     names = ("ab", "abc", "ab-1")
-    threads = [threading.Thread(target=run, args=(name, 600)) for name in names]
+    threads = [threading.Thread(target=run, args=(name, 250)) for name in names]
     for thread in threads:
         thread.start()
     time.sleep(0.5)
@@ -223,7 +222,7 @@ def test_an_abort_ends_the_request_of_that_id_and_no_other(server: ServerProcess
     assert reasons.pop("ab", "abort") == "abort"
     assert reasons == {"abc": "length", "ab-1": "length"}
     for name in ("abc", "ab-1"):
-        assert answers[name].body["meta_info"]["completion_tokens"] == 600
+        assert answers[name].body["meta_info"]["completion_tokens"] == 250
 
 
 # -- trajectories ------------------------------------------------------------
@@ -301,10 +300,10 @@ def test_an_idle_engine_computes_first_what_a_trajectory_with_a_name_owes(
     """Three turns are owed as the engine becomes idle; the named one ended last."""
     server.wait_for_backlog()
     server.post("/flush_cache?timeout=30")
-    tokens = list(range(1000, 3000))
+    tokens = list(range(1000, 2400))
     blocker = threading.Thread(
         # While it decodes, lp runs nothing.
-        target=lambda: server.post("/generate", generate(500, text="something else"))
+        target=lambda: server.post("/generate", generate(300, text="something else"))
     )
     blocker.start()
     time.sleep(0.3)
@@ -323,7 +322,8 @@ def test_an_idle_engine_computes_first_what_a_trajectory_with_a_name_owes(
     assert before["backlog_tokens"] >= 2 * len(tokens) + len(named)
     assert blocker.is_alive() and before["total_neutral"] == server.state()["total_neutral"]
     blocker.join()
-    while server.state()["total_neutral"] < before["total_neutral"] + len(named):
+    # Some more, in case that something is owed for so long that it takes a step in between.
+    while server.state()["total_neutral"] < before["total_neutral"] + len(named) + 200:
         time.sleep(0.001)
     # Nobody waits here: had the others gone first, this would publish the turn provisionally.
     match = turn([*named, 5, 6], X_Precache_Trajectory="agent 7")["meta_info"]["precache_match"]
