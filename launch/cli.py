@@ -10,6 +10,7 @@ usage: precache-sglang COMMAND [ARGS]
   serve    start the server: every flag of SGLang's, and --precache-*
   demo     build the demo model, compare the methods, write a table and a plot
   bench    measure methods side by side
+  explain  show where two prompts part, and how they could share more
   doctor   say what platform, versions, hooks and model support were found
   model    build the demo model's folder and print where it is
 
@@ -31,6 +32,10 @@ def main(argv: list[str] | None = None) -> None:
         from precache_sglang.launch.bench import bench
 
         bench(rest)
+    elif command == "explain":
+        from precache_sglang.launch.explain import explain
+
+        explain(rest)
     elif command == "doctor":
         from precache_sglang.launch.doctor import doctor
 

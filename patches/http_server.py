@@ -1,15 +1,20 @@
 """sglang.srt.entrypoints.http_server
 
-Why: ``GET /precache/state``.
-How: include our router in SGLang's app before it serves.
-Gone when: plugins can register routers.
+Why: ``GET /precache/state``, and headers that every request may carry (`precache_sglang.hints`).
+How: include our router in SGLang's app before it serves, and wrap the app's middleware: what
+SGLang adds later (API keys) has to lie inside. A streamed /generate sends its headers before
+the request is normalised, so its id is settled as it comes in.
+Gone when: plugins can register routers and middleware.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from precache_sglang.patches import Patch
+
+from precache_sglang.hints import HintsMiddleware, adopt_request_id
 
 
 def before_launch_server(*_args: Any, **_kwargs: Any) -> None:
@@ -18,13 +23,36 @@ def before_launch_server(*_args: Any, **_kwargs: Any) -> None:
     from precache_sglang.http import router
 
     app.include_router(router)
+    build: Callable[[], Any] = app.build_middleware_stack
+    app.build_middleware_stack = lambda: HintsMiddleware(build(), _in_flight, _refuse)
 
 
+def _in_flight() -> Iterable[str]:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    state = get_global_state()
+    return () if state is None else state.tokenizer_manager.rid_to_state
+
+
+async def _refuse(scope: Any, text: str) -> Any:
+    """SGLang's own answer with status 400, in the shape that the path has for it."""
+    from fastapi import HTTPException, Request
+    from sglang.srt.entrypoints.http_server import app
+
+    return await app.exception_handlers[HTTPException](Request(scope), HTTPException(400, text))
+
+
+def before_serve_generate_request(request: Any, _http_request: Any) -> None:
+    adopt_request_id(request)
+
+
+_SERVER = "sglang.srt.entrypoints.http_server"
 PATCHES = [
+    Patch(f"{_SERVER}.launch_server", "before", before_launch_server, main_process_only=True),
     Patch(
-        "sglang.srt.entrypoints.http_server.launch_server",
+        f"{_SERVER}.serve_generate_request",
         "before",
-        before_launch_server,
+        before_serve_generate_request,
         main_process_only=True,
     ),
 ]

@@ -2,9 +2,10 @@
 
 Why: a `lora_path` list for one prompt ends SGLang's scheduler process, a list of the wrong
 length is an internal error, and an empty name is served by the model without an adapter.
-How: check the shape once SGLang has counted the prompts; SGLang turns a `ValueError` into
-status 400.
-Gone when: SGLang checks that there is one adapter for each prompt.
+What a caller says in headers (`precache_sglang.hints`) has to reach the scheduler.
+How: check the shape once SGLang has counted the prompts; put hints into the fields that SGLang
+passes on, before it fills in an id. SGLang turns a `ValueError` into status 400.
+Gone when: SGLang checks that there is one adapter for each prompt, and passes on unknown fields.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from typing import Any
 from precache_sglang.patches import Patch
 
 from precache_sglang.config import Settings
+from precache_sglang.hints import adopt_request_id, put_into_params
+
+
+def before_normalize(request: Any) -> None:
+    adopt_request_id(request)
+    put_into_params(request)
 
 
 def after_normalize(_result: None, request: Any) -> None:
@@ -39,10 +46,8 @@ def after_normalize(_result: None, request: Any) -> None:
         )
 
 
+_NORMALIZE = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
 PATCHES = [
-    Patch(
-        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-        "after",
-        after_normalize,
-    ),
+    Patch(_NORMALIZE, "before", before_normalize),
+    Patch(_NORMALIZE, "after", after_normalize),
 ]

@@ -1,9 +1,9 @@
 """sglang.srt.entrypoints.openai.usage_processor
 
 Why: clients of the OpenAI endpoints see where their prompt's tokens came from, too.
-How: ``usage`` gets one field more, ``precache``, summed over prompts like
-``prompt_tokens``. SGLang's streaming code keeps only token counts, so there the record
-rides on the count itself (`PromptTokens`).
+How: ``usage`` gets two fields more: ``precache``, summed over prompts like ``prompt_tokens``,
+and ``precache_match``, a list with one item per prompt. SGLang's streaming code keeps only
+token counts, so there the records ride on the count itself (`PromptTokens`).
 Gone when: ``UsageInfo`` takes extra fields and streaming passes ``meta_info`` on.
 """
 
@@ -14,17 +14,21 @@ from typing import Any
 
 from precache_sglang.patches import Patch
 
-from precache_sglang.streamer import INFO_KEY, PromptTokens
+from precache_sglang.streamer import INFO_KEY, MATCH_KEY, PromptTokens
+
+# Counts and match of one prompt.
+_Records = tuple[Mapping[str, int] | None, Mapping[str, Any] | None]
 
 _allowed = False
 
 
-def _with_counts(usage: Any, counts: Iterable[Mapping[str, int] | None]) -> Any:
-    found = [record for record in counts if record]
+def _with_records(usage: Any, records: Iterable[_Records]) -> Any:
+    found = [(counts, match) for counts, match in records if counts]
     if found:
         _allow_extra_field()
-        total = {name: sum(record[name] for record in found) for name in found[0]}
+        total = {name: sum(counts[name] for counts, _ in found) for name in found[0][0]}
         setattr(usage, INFO_KEY, total)
+        setattr(usage, MATCH_KEY, [match for _, match in found])
     return usage
 
 
@@ -53,7 +57,8 @@ def around_calculate_response_usage(
     _allow_extra_field()
     usage = original(responses, n_choices, **kw)
     first_of_each = responses[::n_choices]
-    return _with_counts(usage, (r["meta_info"].get(INFO_KEY) for r in first_of_each))
+    infos = (response["meta_info"] for response in first_of_each)
+    return _with_records(usage, ((info.get(INFO_KEY), info.get(MATCH_KEY)) for info in infos))
 
 
 def around_calculate_streaming_usage(
@@ -62,11 +67,11 @@ def around_calculate_streaming_usage(
     _allow_extra_field()
     usage = original(prompt_tokens, *args, **kwargs)
     n_choices = kwargs.get("n_choices", 1)
-    return _with_counts(
+    return _with_records(
         usage,
         (
-            count.counts if isinstance(count, PromptTokens) else None
-            for index, count in prompt_tokens.items()
+            (count.counts, count.match) if isinstance(count, PromptTokens) else (None, None)
+            for index, count in sorted(prompt_tokens.items())
             if index % n_choices == 0
         ),
     )

@@ -1,10 +1,11 @@
 """sglang.srt.managers.scheduler
 
 Why: requests need our namespace and state, neutral passes need steps, and two classes
-that the scheduler builds have to be ours.
+that the scheduler builds have to be ours. SGLang aborts every request whose id begins with
+the aborted one; now that callers choose ids, that would be other people's requests.
 How: around the request factory, the batch decision and the result; after the getters
-that SGLang has for subclasses.
-Gone when: the scheduler takes a policy object for internal requests.
+that SGLang has for subclasses; around an abort, other requests go by another id.
+Gone when: the scheduler takes a policy object for internal requests, and aborts match whole ids.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from precache_sglang.patches import Patch
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
 from precache_sglang.admission import PrecachePrefillAdder
+from precache_sglang.hints import EXPLAIN, TRAJECTORY
 from precache_sglang.metrics import Exporter
 from precache_sglang.neutral import NeutralScheduler
 from precache_sglang.runtime import current
@@ -37,6 +40,7 @@ def around_create_generation_req(
     if unloaded:
         lora_id = req.lora_id = None
     req.precache = runtime.new_state(lora_id)
+    _take_hints(req)
     # SGLang appends the adapter's id, which would give every role a tree of its own.
     req.extra_key = runtime.namespace(req.precache, kwargs.get("extra_key"))
     error = runtime.request_error(req, recv_req)
@@ -46,7 +50,34 @@ def around_create_generation_req(
         req.set_finish_with_abort(error)
     else:
         runtime.limit_output(req)
+    runtime.backlog.trajectories.note(req, req.precache.trajectory)
     return req
+
+
+def _take_hints(req: Req) -> None:
+    """What `precache_sglang.hints` has checked and put there in the front end."""
+    params = req.sampling_params.custom_params or {}
+    req.precache.trajectory = params.get(TRAJECTORY)
+    req.precache.explain = bool(params.get(EXPLAIN))
+
+
+def around_abort_request(
+    original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
+) -> None:
+    if recv_req.abort_all:
+        return original(scheduler, recv_req)
+    reqs = {*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()}
+    reqs.update(scheduler.grammar_manager.grammar_queue)
+    if scheduler.chunked_req is not None:
+        reqs.add(scheduler.chunked_req)
+    ids = {req: req.rid for req in reqs if req.rid != recv_req.rid}
+    for req in ids:
+        req.rid = ""
+    try:
+        original(scheduler, recv_req)
+    finally:
+        for req, rid in ids.items():
+            req.rid = rid
 
 
 def around_get_next_batch_to_run(
@@ -111,6 +142,7 @@ def after_get_output_streamer_class(cls: type, _scheduler: Scheduler) -> type | 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 PATCHES = [
     Patch(f"{_SCHEDULER}._create_generation_req", "around", around_create_generation_req),
+    Patch(f"{_SCHEDULER}.abort_request", "around", around_abort_request),
     Patch(f"{_SCHEDULER}.get_next_batch_to_run", "around", around_get_next_batch_to_run),
     Patch(f"{_SCHEDULER}.process_batch_result", "around", around_process_batch_result),
     Patch(f"{_SCHEDULER}.flush_cache", "around", around_flush_cache),

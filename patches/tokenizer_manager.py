@@ -1,8 +1,8 @@
 """sglang.srt.managers.tokenizer_manager
 
 Why: ``meta_info["precache"]`` is one record per request; SGLang takes extra fields of an
-answer for lists with one item per token.
-How: take ours out before SGLang joins the rest. See also `openai_usage`.
+answer for lists with one item per token. So is ``precache_match``, whose tokens are to be text.
+How: take ours out before SGLang joins the rest, and decode. See also `openai_usage`.
 Gone when: request-level extra fields reach ``meta_info`` as they are.
 """
 
@@ -13,7 +13,9 @@ from typing import Any
 
 from precache_sglang.patches import Patch
 
-from precache_sglang.streamer import INFO_KEY, PromptTokens
+from precache_sglang.streamer import INFO_KEY, MATCH_KEY, PromptTokens
+
+_OURS = (INFO_KEY, MATCH_KEY)
 
 
 def around_update_request_meta_info(
@@ -25,13 +27,24 @@ def around_update_request_meta_info(
     index: int,
     finish_reason: Any,
 ) -> None:
-    ours = customized_info.get(INFO_KEY)
-    rest = {key: value for key, value in customized_info.items() if key != INFO_KEY}
+    ours = {key: customized_info[key][index] for key in _OURS if key in customized_info}
+    rest = {key: value for key, value in customized_info.items() if key not in _OURS}
     if rest:
         original(manager, meta_info, state, rest, index, finish_reason)
-    if ours is not None:
-        meta_info[INFO_KEY] = ours[index]
-        meta_info["prompt_tokens"] = PromptTokens.of(meta_info["prompt_tokens"], ours[index])
+    if INFO_KEY in ours:
+        match = ours.get(MATCH_KEY)
+        if match is not None:
+            _decode(match, manager.tokenizer)
+        meta_info.update(ours)
+        meta_info["prompt_tokens"] = PromptTokens.of(
+            meta_info["prompt_tokens"], ours[INFO_KEY], match
+        )
+
+
+def _decode(match: dict[str, Any], tokenizer: Any) -> None:
+    """Add the text of the tokens shown; there is none without a tokenizer."""
+    for shown in match.get("end", {}).values():
+        shown["text"] = None if tokenizer is None else tokenizer.decode(shown["tokens"])
 
 
 PATCHES = [

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,6 +39,8 @@ _LIMIT = 0.5
 _MAX_READ = 20.0
 # Tokens that ride along are published together: each publication makes a node of the tree.
 _PUBLISH_EVERY = 256
+# Trajectories that are remembered.
+_MAX_TRAJECTORIES = 4096
 
 
 @dataclass(eq=False)
@@ -65,6 +67,7 @@ class NeutralJob:
         beside: Of the pass beside others' steps; holds its rows over ``[done, ahead)``.
         lock: Holds the published prefix.
         exact: The adapted base slots are what the turn's own role is to read.
+        trajectory: The caller's name for what the turn belongs to; None without one.
         created: When the turn ended, on the monotonic clock.
     """
 
@@ -80,6 +83,7 @@ class NeutralJob:
     team_rows: dict[str, OwnedSlots] = field(default_factory=dict)
     beside: RequestState | None = None
     exact: bool = False
+    trajectory: str | None = None
     done: int = field(init=False)
     ahead: int = field(init=False)
     created: float = field(init=False, default_factory=lambda: time.monotonic())
@@ -140,6 +144,34 @@ class Rebase:
         return time.monotonic() - self.created
 
 
+class Trajectories:
+    """The trajectories that callers name, in the order in which they were last heard of.
+
+    No more than a hint: it orders neutral work. A name is one within its namespace only, so
+    that a tenant's name says nothing about another's work.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[tuple[str | None, str | None, str], int] = {}
+        self._serial = itertools.count(1)
+
+    def note(self, turn: Req | RadixKey, trajectory: str | None) -> None:
+        """A turn of `trajectory` has arrived, or has ended."""
+        if trajectory is None:
+            return
+        name = (turn.extra_key, turn.cache_salt, trajectory)
+        self._heard.pop(name, None)
+        self._heard[name] = next(self._serial)
+        if len(self._heard) > _MAX_TRAJECTORIES:
+            del self._heard[next(iter(self._heard))]
+
+    def rank(self, job: NeutralJob) -> int:
+        """The greater, the later its trajectory was heard of; 0 for one that has no name."""
+        if job.trajectory is None:
+            return 0
+        return self._heard.get((job.key.extra_key, job.key.cache_salt, job.trajectory), 0)
+
+
 class Backlog:
     """Jobs in the order in which their turns ended, then what is to be rebased."""
 
@@ -147,6 +179,7 @@ class Backlog:
         self.runtime = runtime
         self.jobs: deque[NeutralJob] = deque()
         self.rebases: deque[Rebase] = deque()
+        self.trajectories = Trajectories()
         self.made_room = False  # slots that were held have become evictable or free
 
     def tokens(self) -> int:
@@ -198,7 +231,9 @@ class Backlog:
             lock=tree.lock(req.last_node),
             team_rows=team_rows,
             exact=self.runtime.method.own_base and state.exact,
+            trajectory=state.trajectory,
         )
+        self.trajectories.note(key, state.trajectory)
         self.jobs.append(job)
         # The slots are the job's now: SGLang frees what lies behind this mark.
         req.kv.cache_protected_len = end
@@ -292,8 +327,13 @@ class Backlog:
         assert job.lock is not None
         return self.runtime.tree.is_neutral(job.lock.node)
 
-    def jobs_before(self, job: NeutralJob) -> Iterator[NeutralJob]:
-        return itertools.takewhile(lambda other: other is not job, self.jobs)
+    def in_order(self) -> list[NeutralJob]:
+        """The jobs in the order in which they run when no request waits for one.
+
+        A turn of a trajectory with a name is likely to be extended, and soonest where one was
+        heard of last. The others follow, oldest first.
+        """
+        return sorted(self.jobs, key=self.trajectories.rank, reverse=True)
 
     # -- provisional ---------------------------------------------------------
 

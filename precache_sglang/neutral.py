@@ -2,7 +2,8 @@
 
 What is owed for finished turns (the backlog) runs piece by piece, each piece an internal
 request of at most one prefill chunk: before a request that extends the job's trajectory,
-otherwise when the engine has nothing else to do. Under schedules that say so, neutral
+otherwise when the engine has nothing else to do, trajectories that callers name first
+(`Backlog.in_order`). Under schedules that say so, neutral
 tokens also ride along in the steps of users' requests (`precache_sglang.shadow`).
 """
 
@@ -138,7 +139,7 @@ class NeutralScheduler:
                 self._aged_after = now + self._pause_after(batch)
             else:
                 first = [] if wanted is None else [wanted]
-                batch = self._build_first([*first, *self.backlog.jobs])
+                batch = self._build_first([*first, *self.backlog.in_order()])
             if batch is not None:
                 return _plan(batch, running_batch)
 
@@ -215,7 +216,7 @@ class NeutralScheduler:
     def _leftover_spans(
         self, batch: ScheduleBatch, running_batch: ScheduleBatch
     ) -> Iterator[NeutralSpan]:
-        """What the step has time for: the backlog in order, then running turns, oldest first.
+        """What the step has time for: the backlog in its order, then running turns, oldest first.
 
         A span reads its whole context, as a user's row does, however few tokens it brings.
         So it waits until it is worth it: until the time that steps leave over, which adds up,
@@ -228,12 +229,14 @@ class NeutralScheduler:
         # As much as a span over a running turn's context takes that is just worth it.
         self._credit = min(self._credit, 2 * step)
         room = self._piece() - num_user_tokens(batch)
-        for job in list(self.backlog.jobs):
+        jobs = self.backlog.in_order()
+        for index, job in enumerate(jobs):
             if job.ahead == job.done:
                 self.backlog.catch_up(job)
             if job not in self.backlog.jobs or not self.backlog.runnable(job):
                 continue
-            if any(other.matched(job.key) > job.ahead for other in self.backlog.jobs_before(job)):
+            before = (other for other in jobs[:index] if other in self.backlog.jobs)
+            if any(other.matched(job.key) > job.ahead for other in before):
                 continue  # what that one publishes need not be computed again
             count = self._affordable(job.ahead, job.end, room, is_last=True)
             if count:
@@ -413,7 +416,7 @@ class NeutralScheduler:
 
     def _build_any(self) -> ScheduleBatch | None:
         """A piece of whatever can go on: of the backlog, or of what is to be rebased."""
-        return self._build_first([*self.backlog.jobs, *self.backlog.rebases])
+        return self._build_first([*self.backlog.in_order(), *self.backlog.rebases])
 
     def _build_oldest(self) -> ScheduleBatch | None:
         """A piece of what has been owed, or been provisional, for longest and can go on."""

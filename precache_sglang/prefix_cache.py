@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 
     from precache_sglang.runtime import Runtime
 
+# Evicted children that a node remembers, and tokens of each.
+_MAX_EVICTED = 32
+_EVICTED_TOKENS = 8
+
 
 @dataclass(eq=False)
 class Retired:
@@ -96,6 +100,8 @@ class PrecacheRadixCache(RadixCache):
         parent.own_pins, parent.own_used = child.own_pins, child.own_used
         if child.own is not None:
             parent.own, child.own = child.own[:split_len].clone(), child.own[split_len:].clone()
+        parent.born = child.born
+        parent.evicted_rows = set(child.evicted_rows)
         for name, slots in child.slices.items():
             parent.slices[name] = slots[:split_len].clone()
             child.slices[name] = slots[split_len:].clone()
@@ -119,6 +125,7 @@ class PrecacheRadixCache(RadixCache):
         node.key = key
         node.value = slots.clone()
         parent.children[key.child_key(self.page_size)] = node
+        parent.evicted_below.pop(key.child_key(self.page_size), None)
         self.evictable_size_ += len(key)
         self._update_leaf_status(parent)
         self._update_leaf_status(node)
@@ -129,7 +136,19 @@ class PrecacheRadixCache(RadixCache):
             self.drop_slice(node, key)
         if node.own is not None:
             self.drop_own(node)
+        below = node.parent.evicted_below
+        below[node.key.child_key(self.page_size)] = node.key.token_ids[:_EVICTED_TOKENS]
+        if len(below) > _MAX_EVICTED:
+            del below[next(iter(below))]
         super()._delete_leaf(node)
+
+    def was_evicted(self, node: TreeNode, key: RadixKey, offset: int) -> bool:
+        """Whether what follows in `key` from `offset` on, the end of `node`, had been cached.
+
+        By its first few tokens, and those of the last few evicted children.
+        """
+        began = node.evicted_below.get(key.child_key_at(offset))
+        return began is not None and key.token_ids[offset : offset + len(began)] == began
 
     def walk(self, key: RadixKey) -> list[TreeNode]:
         """Nodes that hold the longest cached prefix of `key`, from the root down.
@@ -156,10 +175,14 @@ class PrecacheRadixCache(RadixCache):
 
         Splits nothing.
         """
+        return self.cached_len(key, with_provisional=False)
+
+    def cached_len(self, key: RadixKey, with_provisional: bool = True) -> int:
+        """Length of the longest cached prefix of `key`; splits nothing."""
         node, offset = self.root_node, 0
         while offset < len(key):
             child = node.children.get(key.child_key_at(offset))
-            if child is None or child.provisional:
+            if child is None or (child.provisional and not with_provisional):
                 break
             matched = child.key.match_at(key, offset)
             node, offset = child, offset + matched
@@ -495,6 +518,7 @@ class PrecacheRadixCache(RadixCache):
     def _add_slice(self, node: TreeNode, key: str, slots: torch.Tensor, now: float) -> None:
         node.slices[key] = slots.clone()
         node.used[key] = now
+        node.evicted_rows.discard(key)
         if node.pins.get(key):  # by readers of a slice that this one replaces
             self.lr_pinned_size += slots.numel()
         else:
@@ -559,6 +583,7 @@ class PrecacheRadixCache(RadixCache):
         while heap and freed < num_slots:
             *_, key, node = heapq.heappop(heap)
             freed += self.drop_slice(node, key)
+            node.evicted_rows.add(key)
             self.stats.evicted_slices += 1
         self.stats.evicted_rows += freed
         return freed
@@ -829,3 +854,7 @@ def _init_node(node: TreeNode, feeder: str) -> None:
     node.own = None  # [len(node.key)] base slots of the adapted pass, beside neutral ones
     node.own_pins = 0  # running requests that read base KV of the adapted pass
     node.own_used = 0.0  # time of last use
+    # For `precache_sglang.match`, which tells users why something is missing:
+    node.born = time.monotonic()
+    node.evicted_rows = set()  # slice keys whose slice here was evicted
+    node.evicted_below = {}  # child key -> first tokens, of the last few evicted children

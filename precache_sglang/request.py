@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from precache_sglang.backlog import NeutralJob, Rebase
+    from precache_sglang.match import Match
     from precache_sglang.roles import Adapter
     from precache_sglang.shadow import Shadow
 
@@ -96,6 +97,10 @@ class RequestState:
         gave_way: Users needed the slots of its shadow: its tokens are owed when it ends.
         detached: Another role published other base KV for tokens this request computed
             itself; it goes on with its own rows and publishes nothing more.
+        counts: Where its prompt came from; None until it is admitted.
+        match: Why no more of the prompt did; None until it is admitted.
+        trajectory: The caller's name for what this turn belongs to; None without one.
+        explain: The caller wants to see the text where the cached context ends.
     """
 
     adapter: Adapter | None
@@ -117,6 +122,9 @@ class RequestState:
     gave_way: bool = False
     detached: bool = False
     counts: PromptCounts | None = None
+    match: Match | None = None
+    trajectory: str | None = None
+    explain: bool = False
 
     @property
     def own_key(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ class Adapter:
         team: Name of its team.
         rank: LoRA rank.
         k, v: The projections, None where not adapted or not kept by the method.
+        loaded: When it was loaded, on the monotonic clock.
     """
 
     lora_id: str
@@ -72,6 +74,7 @@ class Adapter:
     rank: int
     k: Projection | None
     v: Projection | None
+    loaded: float = field(default_factory=time.monotonic)
 
 
 @dataclass

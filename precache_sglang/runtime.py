@@ -6,6 +6,7 @@ prefix cache. Also hands out LR slots, since that touches requests, tree and poo
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from precache_sglang.backlog import Backlog
 from precache_sglang.config import Settings
 from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
 from precache_sglang.lr_pool import LRPool
+from precache_sglang.match import MatchLog, match_of
 from precache_sglang.methods import Method, Rows
 from precache_sglang.metrics import Exporter, Stats
 from precache_sglang.neutral import NeutralScheduler
@@ -90,6 +92,7 @@ class Runtime:
             SCHEDULES[settings.schedule] if method.neutral_base else None
         )
         self.stats = Stats()
+        self.match_log = MatchLog()
         self.backlog = Backlog(self)
         self.shadows: list[Shadow] = []
         self.neutral_spans: list[NeutralSpan] = []
@@ -225,9 +228,21 @@ class Runtime:
         if not self.method.shared:
             mine = state.adapter.content if state.adapter else "none"
         else:
-            names = [*self.roles.teams, "default"]
-            mine = f"t{names.index(state.team)}"
+            mine = f"t{self._team_names_in_order().index(state.team)}"
         return f"{mine}:{extra_key or ''}"
+
+    def _team_names_in_order(self) -> list[str]:
+        return [*self.roles.teams, "default"]
+
+    def sibling_namespaces(self, state: RequestState, namespace: str) -> Iterator[str]:
+        """Namespaces of the same tenant under other teams (without sharing: other roles)."""
+        mine, _, callers = namespace.partition(":")
+        if self.method.shared:
+            teams = range(len(self._team_names_in_order()))
+            siblings = {f"t{index}" for index in teams}
+        else:
+            siblings = {adapter.content for adapter in self.roles.adapters.values()} | {"none"}
+        yield from (f"{sibling}:{callers}" for sibling in sorted(siblings - {mine}))
 
     @property
     def extending(self) -> bool:
@@ -287,6 +302,9 @@ class Runtime:
         """States of all passes that may own LR slots: users' requests, and beside them."""
         yield from (shadow.state for shadow in self.shadows)
         yield from (span.state for span in self.neutral_spans if span.state.job is not None)
+        yield from (state_of(req) for req in self._running_reqs())
+
+    def _running_reqs(self) -> Iterator[Req]:
         scheduler = self.scheduler
         if scheduler is None:
             return
@@ -299,7 +317,14 @@ class Runtime:
         for req in reqs:
             if id(req) not in seen:
                 seen.add(id(req))
-                yield state_of(req)
+                yield req
+
+    def _others(self, req: Req, batch: list[Req]) -> Iterator[Req]:
+        """Users' requests that run, or stand before `req` in `batch`."""
+        before = itertools.takewhile(lambda other: other is not req, batch)
+        for other in itertools.chain(self._running_reqs(), before):
+            if other is not req and not other.finished() and state_of(other).job is None:
+                yield other
 
     @property
     def may_publish_provisionally(self) -> bool:
@@ -397,6 +422,9 @@ class Runtime:
                 self.stats.own += counts.own
                 self.stats.replayed += counts.replayed
                 self.stats.computed += counts.computed
+                match = match_of(self, req, self._others(req, batch.reqs))
+                state_of(req).match = match
+                self.match_log.note(req, match)
 
     @contextmanager
     def extend_layout(self, batch: ScheduleBatch) -> Iterator[None]:

@@ -361,3 +361,47 @@ def test_health_is_answered_between_neutral_steps(
         batch = runtime.neutral._build_any()
         scheduler_patches.around_process_batch_result(original, scheduling.scheduler, batch, None)
     assert answered == ["health"] * 3
+
+
+def test_trajectories_with_a_name_go_first_the_one_heard_of_last_before_others(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared", schedule="lp")
+    backlog = engine.runtime.backlog
+
+    def owe(first: int, trajectory: str | None, salt: str | None = None) -> None:
+        req = engine.start("plan", range(first, first + 8), salt=salt)
+        state_of(req).trajectory = trajectory
+        engine.extend(req)
+        engine.finish(req)
+
+    for first, trajectory in ((100, None), (200, "a"), (300, None), (400, "b"), (500, "a")):
+        owe(first, trajectory)
+
+    def order() -> list[int]:
+        return [job.key.token_ids[0] for job in backlog.in_order()]
+
+    assert order() == [200, 500, 400, 100, 300]
+    # Another tenant's "b" is not this one, a turn of "b" that arrives is.
+    owe(600, "b", salt="other")
+    assert order() == [600, 200, 500, 400, 100, 300]
+    backlog.trajectories.note(backlog.jobs[3].key, "b")
+    assert order() == [400, 600, 200, 500, 100, 300]
+    assert engine.neutral_step()
+    assert order() == [600, 200, 500, 100, 300]
+    engine.drain()
+
+
+def test_trajectories_that_are_remembered_are_bounded(make: Callable[..., Engine]) -> None:
+    engine = make("rebaseshared", schedule="lp")
+    engine.turn("plan", TEXT[:20])
+    (job,) = engine.runtime.backlog.jobs
+    job.trajectory = "first"
+    trajectories = engine.runtime.backlog.trajectories
+    trajectories.note(job.key, "first")
+    for number in range(backlog_module._MAX_TRAJECTORIES - 1):
+        trajectories.note(job.key, str(number))
+    assert trajectories.rank(job) > 0
+    trajectories.note(job.key, "one more")
+    assert trajectories.rank(job) == 0
+    engine.drain()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -56,6 +57,16 @@ def make_model(
             weight.copy_(_random_weight(name, weight, generator))
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def make_model_with_tokenizer(folder: str | Path, **config_overrides: Any) -> Path:
+    """Write a model folder with the tokenizer and the chat template of the demo model."""
+    from precache_sglang.launch.model import ensure_demo_model
+
+    tokenizer = AutoTokenizer.from_pretrained(ensure_demo_model())
+    model = make_model(folder, vocab_size=len(tokenizer), **config_overrides)
+    tokenizer.save_pretrained(folder)
+    return model
 
 
 def _random_weight(name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
