@@ -316,7 +316,7 @@ class Backlog:
         for node in path:
             if not node.provisional:
                 continue
-            node.provisional = False
+            tree.make_neutral(node)
             for key in list(node.slices):
                 if key != node.feeder:  # the rows of the turn's own role stay
                     tree.drop_slice(node, key)

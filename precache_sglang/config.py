@@ -35,6 +35,7 @@ class Settings:
             its adapted pass left it, with rows that this pass wrote for the whole team.
         kernels: Which implementation of attention; ``auto`` is ``triton`` on a GPU.
         cuda_graph: Capture decode steps in CUDA graphs.
+        metrics_roles: How many role names metrics list; the rest is counted as one.
     """
 
     method: str | None = None
@@ -44,6 +45,7 @@ class Settings:
     max_neutral_wait_ms: int = -1
     kernels: str = "auto"
     cuda_graph: bool = False
+    metrics_roles: int = 32
 
     def __post_init__(self) -> None:
         if self.method not in (None, OFF, *METHODS):
@@ -70,6 +72,11 @@ class Settings:
             raise SettingsError(
                 f"--precache-max-neutral-wait {self.max_neutral_wait_ms} is no time; give "
                 "milliseconds, or -1 to wait until the neutral pass is done."
+            )
+        if self.metrics_roles < 0:
+            raise SettingsError(
+                f"--precache-metrics-roles {self.metrics_roles} is negative; give the number of "
+                "role names that metrics list, 0 to count all roles as one."
             )
         seen: dict[str, str] = {}
         for team, roles in self.teams.items():
@@ -102,6 +109,7 @@ class Settings:
             return os.environ.get(f"PRECACHE_{name.upper()}") or None if given is None else given
 
         wait = _optional_int("--precache-max-neutral-wait", value("max_neutral_wait"))
+        metrics_roles = _optional_int("--precache-metrics-roles", value("metrics_roles"))
         return cls(
             method=value("method"),
             schedule=value("schedule") or cls.schedule,
@@ -110,6 +118,7 @@ class Settings:
             max_neutral_wait_ms=cls.max_neutral_wait_ms if wait is None else wait,
             kernels=value("kernels") or cls.kernels,
             cuda_graph=_flag("--precache-cuda-graph", value("cuda_graph")),
+            metrics_roles=cls.metrics_roles if metrics_roles is None else metrics_roles,
         )
 
     # -- travelling with SGLang's own record ---------------------------------
@@ -217,4 +226,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Capture decode steps in CUDA graphs. Off unless given: it has not been "
         "validated on a GPU yet.",
+    )
+    group.add_argument(
+        "--precache-metrics-roles",
+        type=int,
+        metavar="N",
+        help="How many role names metrics and GET /precache/state list, the first ones loaded; "
+        f"the rest is counted under 'other'. Default: {Settings.metrics_roles}.",
     )

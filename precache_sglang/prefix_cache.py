@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,9 @@ class PrecacheRadixCache(RadixCache):
     def reset(self) -> None:
         super().reset()
         _init_node(self.root_node, feeder="")
+        self.num_nodes = 0
+        self.provisional_tokens = 0
+        self.lr_tokens: Counter[str] = Counter()  # by slice key
         self.lr_evictable_size = 0
         self.lr_pinned_size = 0
         self.dead_keys: set[str] = set()
@@ -72,6 +76,7 @@ class PrecacheRadixCache(RadixCache):
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         parent = super()._split_node(key, child, split_len)
         _init_node(parent, child.feeder)
+        self.num_nodes += 1
         parent.provisional = child.provisional
         for name, slots in child.slices.items():
             parent.slices[name] = slots[:split_len].clone()
@@ -91,6 +96,8 @@ class PrecacheRadixCache(RadixCache):
         node = TreeNode()
         _init_node(node, feeder)
         node.provisional = provisional
+        self.num_nodes += 1
+        self.provisional_tokens += len(key) * provisional
         node.parent = parent
         node.key = key
         node.value = slots.clone()
@@ -103,7 +110,14 @@ class PrecacheRadixCache(RadixCache):
     def _delete_leaf(self, node: TreeNode) -> None:
         for key in list(node.slices):
             self.drop_slice(node, key)
+        self.num_nodes -= 1
+        self.provisional_tokens -= len(node.key) * node.provisional
         super()._delete_leaf(node)
+
+    def make_neutral(self, node: TreeNode) -> None:
+        """The provisional base KV of `node` has been replaced by that of a neutral pass."""
+        node.provisional = False
+        self.provisional_tokens -= len(node.key)
 
     def walk(self, key: RadixKey) -> list[TreeNode]:
         """Nodes that hold the longest cached prefix of `key`, from the root down.
@@ -412,12 +426,16 @@ class PrecacheRadixCache(RadixCache):
         node.slices[key] = slots.clone()
         node.used[key] = now
         self.lr_evictable_size += slots.numel()
+        self.lr_tokens[key] += slots.numel()
 
     def drop_slice(self, node: TreeNode, key: str) -> int:
         slots = node.slices.pop(key)
         node.used.pop(key, None)
         assert not node.pins.get(key), "a pinned slice must not be dropped"
         self.lr_evictable_size -= slots.numel()
+        self.lr_tokens[key] -= slots.numel()
+        if not self.lr_tokens[key]:
+            del self.lr_tokens[key]
         self.runtime.free_rows(slots)
         return slots.numel()
 
@@ -512,9 +530,16 @@ class PrecacheRadixCache(RadixCache):
 
     def evict_leaves(self, num_tokens: int) -> int:
         """Evict up to `num_tokens` cached tokens that nobody has locked; return how many."""
+        before = self.num_nodes
         freed: int = super().evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted
         self.stats.evicted_base += freed
+        self.stats.evicted_nodes += before - self.num_nodes
         return freed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the tree; `total_size` without counting them."""
+        return int(self.evictable_size_ + self.protected_size_)
 
     def evictable_size(self) -> int:
         """Unlocked tokens, and base slots of neutral passes beside running turns."""
@@ -529,17 +554,18 @@ class PrecacheRadixCache(RadixCache):
 
     def check_integrity(self) -> list[str]:
         """Recount everything; what SGLang's idle check reports as a leak. Empty if sound."""
-        pool = self.runtime.lr_pool
-        if pool is None:
-            return []
         problems: list[str] = []
-        evictable = pinned = 0
+        evictable = pinned = num_nodes = provisional = 0
+        lr_tokens: Counter[str] = Counter()
         seen: list[torch.Tensor] = []
         for node in self.nodes():
+            num_nodes += 1
+            provisional += len(node.key) * node.provisional
             for key, slots in node.slices.items():
                 if slots.numel() != len(node.key):
                     problems.append(f"node {node.id}: slice {key} covers {slots.numel()} tokens")
                 seen.append(slots)
+                lr_tokens[key] += slots.numel()
                 if node.pins.get(key):
                     pinned += slots.numel()
                 else:
@@ -547,6 +573,13 @@ class PrecacheRadixCache(RadixCache):
             for key in node.pins:
                 if key not in node.slices:
                     problems.append(f"node {node.id}: pin on a missing slice {key}")
+        counted = (num_nodes, self.total_size(), provisional, lr_tokens)
+        kept = (self.num_nodes, self.num_tokens, self.provisional_tokens, self.lr_tokens)
+        if counted != kept:
+            problems.append(f"nodes, tokens, provisional, rows: {kept}, counted {counted}")
+        pool = self.runtime.lr_pool
+        if pool is None:
+            return problems
         if (evictable, pinned) != (self.lr_evictable_size, self.lr_pinned_size):
             problems.append(
                 f"lr counters: evictable={self.lr_evictable_size} pinned={self.lr_pinned_size}, "

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from precache_sglang.backlog import NeutralJob, Rebase
+    from precache_sglang.metrics import RoleTotals
     from precache_sglang.roles import Adapter
     from precache_sglang.shadow import Shadow
 
@@ -91,6 +92,8 @@ class RequestState:
         gave_way: Users needed the slots of its shadow: its tokens are owed when it ends.
         detached: Another role published other base KV for tokens this request computed
             itself; it goes on with its own rows and publishes nothing more.
+        totals: Where what it does is counted; None for what no user sent.
+        num_output, token_time: Output tokens counted, and when the last one was sampled.
     """
 
     adapter: Adapter | None
@@ -108,6 +111,9 @@ class RequestState:
     gave_way: bool = False
     detached: bool = False
     counts: PromptCounts | None = None
+    totals: RoleTotals | None = None
+    num_output: int = 0
+    token_time: float = 0.0
 
     @property
     def own_key(self) -> str | None:
