@@ -37,8 +37,10 @@ VIEW_ID = "precache-view"
 MAX_NODES = 300
 MAX_TURNS = 40  # running ones, and as many whose neutral pass is owed
 MAX_ROLES = 32
-# Children of one node that are looked at, the newest ones: a root may have a million.
+# Children of one node that are looked at, the newest ones, for a root may have a million; and
+# children of all nodes together.
 _MAX_CHILDREN = 1000
+_MAX_LOOKS = 3000
 _MAX_NAME = 80  # characters
 
 # Another one after every start, so that a page sees that its server was started again.
@@ -164,7 +166,7 @@ def _nodes(runtime: Runtime, names: _Names) -> Iterator[dict[str, Any]]:
     heap: list[tuple[float, int, TreeNode]] = []
 
     def look_at(children: Iterable[TreeNode]) -> None:
-        for child in itertools.islice(children, _MAX_CHILDREN):
+        for child in itertools.islice(children, min(_MAX_CHILDREN, _MAX_LOOKS - len(heap))):
             heapq.heappush(heap, (-child.last_access_time, next(serial), child))
 
     root = runtime.tree.root_node
