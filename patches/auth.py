@@ -1,9 +1,8 @@
 """sglang.srt.utils.auth
 
-Why: a browser that opens the live page has no key to send yet. The page is public and holds no
-data; it asks its reader for the key and sends it with every request for data.
-How: allow ``GET`` of exactly the page's addresses, whatever the key; leave the rest to SGLang.
-Gone when: SGLang has an auth level for public routes.
+Why: a browser that opens our page cannot send a key; the page asks for it, and holds no data.
+How: its two addresses need none.
+Gone when: SGLang has a level for public endpoints.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any
 
 from precache_sglang.patches import Patch
 
+from precache_sglang.http import PAGE_PATHS
+
 
 def around_decide_request_auth(
-    original: Callable[..., Any], *, method: str, path: str, **rest: Any
+    original: Callable[..., Any], *, method: str, path: str, **kwargs: Any
 ) -> Any:
-    from sglang.srt.utils.auth import AuthDecision
-
-    from precache_sglang.http import PAGE_PATHS
-
     if method in ("GET", "HEAD") and path in PAGE_PATHS:
+        from sglang.srt.utils.auth import AuthDecision
+
         return AuthDecision(allowed=True)
-    return original(method=method, path=path, **rest)
+    return original(method=method, path=path, **kwargs)
 
 
 PATCHES = [

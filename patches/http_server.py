@@ -1,7 +1,7 @@
 """sglang.srt.entrypoints.http_server
 
 Why: our routes, ``GET /precache/state`` and the like.
-How: include our routers in SGLang's app before it serves.
+How: include our router in SGLang's app before it serves.
 Gone when: plugins can register routers.
 """
 
@@ -15,10 +15,9 @@ from precache_sglang.patches import Patch
 def before_launch_server(*_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    from precache_sglang.http import public, router
+    from precache_sglang.http import router
 
     app.include_router(router)
-    app.include_router(public)
 
 
 PATCHES = [

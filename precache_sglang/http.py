@@ -16,9 +16,7 @@ from fastapi.responses import HTMLResponse
 from precache_sglang.view import VIEW_ID, SharedView
 
 router = APIRouter(prefix="/precache")
-# The page itself holds no data and asks its reader for the key that its data needs.
-public = APIRouter()
-
+# What of ours needs no key (`patches/auth.py`): a page without data.
 PAGE_PATHS = ("/precache", "/precache/")
 # A page that waits for longer says so and asks again.
 _VIEW_TIMEOUT = 5.0
@@ -72,10 +70,10 @@ async def view(
     return {**found, "history": history}
 
 
-@public.get(PAGE_PATHS[0], include_in_schema=False)
-@public.get(PAGE_PATHS[1], include_in_schema=False)
+@router.get("", include_in_schema=False)
+@router.get("/", include_in_schema=False)
 async def page() -> HTMLResponse:
-    """The live page."""
+    """The live page, which asks its reader for the key that its data needs."""
     text, policy = _page()
     headers = {
         "Content-Security-Policy": policy,

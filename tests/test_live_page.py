@@ -406,7 +406,7 @@ def test_a_restart_an_outage_and_a_key_are_shown(
     args = [*ARGS, "--api-key", "sesame"]
     with ServerProcess(model, adapters, args, port=server.port) as second:
         until(browser, lambda: text(browser, "#state") == "Locked", 60)
-        assert "API key" in text(browser, "#problem")
+        assert "asks for a key" in text(browser, "#problem")
         with pytest.raises(ServerError, match="401"):
             second.get("/precache/view")
         field = browser.find_element(By.ID, "key")
