@@ -163,8 +163,8 @@ def test_every_role_is_counted_and_neutral_passes_are_not(
         server.post("/unload_lora_adapter", {"lora_name": name})
 
 
-def test_ttft_counts_from_the_arrival_at_the_http_server(server: ServerProcess) -> None:
-    """Also the time for which a request lies unread while the scheduler is in a step of others."""
+def test_ttft_is_what_a_client_sees_but_for_the_way_back(server: ServerProcess) -> None:
+    """Waits included: all requests come at once."""
 
     def mean(state: dict[str, Any]) -> tuple[int, float]:
         ttft = state["roles"]["action"]["ttft"]
@@ -193,7 +193,7 @@ def test_ttft_counts_from_the_arrival_at_the_http_server(server: ServerProcess) 
     assert new_count == count + 6
     measured = (new_total - total) / 6
     client = sum(seen) / 6
-    assert client - 150 < measured < client + 1, "what is missing is the way of an answer back"
+    assert 0.6 * client < measured < client + 1
 
 
 def test_the_dashboard_asks_for_what_the_server_exports(server: ServerProcess) -> None:
