@@ -99,6 +99,33 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(item)
 
 
+@pytest.mark.parametrize(
+    ("method", "base", "rows"),
+    [
+        ("nonshared", {"full"}, 0),
+        ("fullshared", {"full"}, 0),
+        ("baseshared", {"adapted"}, 1),
+        ("baselrshared", {"adapted"}, 3),
+        ("prelrshared", {"adapted"}, 3),
+        ("rebaseshared", {"neutral"}, 3),
+    ],
+)
+def test_a_view_says_what_each_method_caches(
+    make: Callable[..., Any], method: str, base: set[str], rows: int
+) -> None:
+    engine = make(method)
+    engine.turn("plan", [1, 2, 3, 4])
+    engine.drain()
+    view = take_view(engine.runtime)
+    json.dumps(view)
+    (node,) = view["tree"]["nodes"]
+    assert {node["base"]} == base and len(node["slices"]) == rows
+    assert view["roles"][node["fed_by"]]["name"] == "plan"
+    assert ("lr" in view["pools"]) == (rows > 0)
+    for pool in view["pools"].values():
+        assert min(pool.values()) >= 0
+
+
 def test_more_roles_than_a_view_lists(make: Callable[..., Any]) -> None:
     engine = make("rebaseshared")
     table = engine.runtime.by_role
