@@ -32,7 +32,7 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """``precache-sglang serve`` on a free local port.
+    """``precache-sglang serve`` on a local port, a free one unless `port` is given.
 
     Use as a context manager. Its output goes to a temporary log whose end is part of
     every error message.
@@ -45,8 +45,9 @@ class ServerProcess:
         args: list[str] | None = None,
         env: Mapping[str, str] | None = None,
         start_timeout: float = 300.0,
+        port: int | None = None,
     ) -> None:
-        self.port = _free_port()
+        self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "precache_sglang.launch.cli", "serve"]
         command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)]

@@ -1,6 +1,7 @@
 """sglang.srt.entrypoints.http_server
 
-Why: ``GET /precache/state``, and headers that every request may carry (`precache_sglang.hints`).
+Why: our routes, ``GET /precache/state`` and the like, and headers that every request may carry
+(`precache_sglang.hints`).
 How: include our router in SGLang's app before it serves, and wrap the app's middleware: what
 SGLang adds later (API keys) has to lie inside. A streamed /generate sends its headers before
 the request is normalised, so its id is settled as it comes in.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precache_sglang.patches import Patch
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -24,6 +24,7 @@ from precache_sglang.metrics import Exporter
 from precache_sglang.neutral import NeutralScheduler
 from precache_sglang.runtime import current
 from precache_sglang.streamer import PrecacheOutputStreamer
+from precache_sglang.view import VIEW_ID, take_view
 
 
 def around_create_generation_req(
@@ -93,7 +94,11 @@ def around_get_next_batch_to_run(
         runtime.scheduler = scheduler
         runtime.neutral = NeutralScheduler(scheduler, runtime)
         if scheduler.metrics_reporter.current_scheduler_metrics_enabled:
-            runtime.exporter = Exporter(scheduler.metrics_collector.labels)
+            runtime.exporter = Exporter(
+                scheduler.metrics_collector.labels,
+                schedule=runtime.schedule.name if runtime.schedule else "none",
+            )
+    runtime.history.update(runtime)
     if runtime.exporter is not None:
         runtime.exporter.update(runtime)
     return runtime.neutral.next_batch(original, running_batch, last_batch)
@@ -112,7 +117,9 @@ def around_process_batch_result(
         # Else /health would fail where a request waits for a long neutral pass.
         scheduler.maybe_send_health_check_signal()
     else:
+        reqs = list(batch.reqs)
         original(scheduler, batch, result)
+        runtime.by_role.note_tokens(reqs)
 
 
 def around_flush_cache(
@@ -125,10 +132,16 @@ def around_flush_cache(
     return original(scheduler, *args, **kwargs)
 
 
-def after_get_internal_state(result: Any, _scheduler: Scheduler, _recv_req: Any) -> None:
+def around_get_internal_state(
+    original: Callable[..., Any], scheduler: Scheduler, recv_req: Any
+) -> Any:
     runtime = current()
+    if runtime is not None and recv_req.rid == VIEW_ID:
+        return GetInternalStateReqOutput(internal_state={"precache_view": take_view(runtime)})
+    result = original(scheduler, recv_req)
     if runtime is not None:
         result.internal_state["precache"] = runtime.state()
+    return result
 
 
 def after_get_prefill_adder_class(cls: type, _scheduler: Scheduler) -> type | None:
@@ -146,7 +159,7 @@ PATCHES = [
     Patch(f"{_SCHEDULER}.get_next_batch_to_run", "around", around_get_next_batch_to_run),
     Patch(f"{_SCHEDULER}.process_batch_result", "around", around_process_batch_result),
     Patch(f"{_SCHEDULER}.flush_cache", "around", around_flush_cache),
-    Patch(f"{_SCHEDULER}.get_internal_state", "after", after_get_internal_state),
+    Patch(f"{_SCHEDULER}.get_internal_state", "around", around_get_internal_state),
     Patch(f"{_SCHEDULER}.get_prefill_adder_class", "after", after_get_prefill_adder_class),
     Patch(f"{_SCHEDULER}.get_output_streamer_class", "after", after_get_output_streamer_class),
 ]

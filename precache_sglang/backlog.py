@@ -184,10 +184,7 @@ class Backlog:
 
     def tokens(self) -> int:
         """Neutral tokens owed; what was read provisionally by others is counted apart."""
-        published = (
-            len(node.key) for node in self.runtime.tree.nodes() if node.provisional and node.exact
-        )
-        return sum(job.end - job.done for job in self.jobs) + sum(published)
+        return sum(job.end - job.done for job in self.jobs) + self.runtime.tree.owed_tokens
 
     def blocking(self, key: RadixKey, state: RequestState) -> list[NeutralJob | Rebase]:
         """What a request with the tokens `key` has to wait for, in the order in which to do it."""
@@ -446,7 +443,7 @@ class Backlog:
             adapted = node.value
             if rebase.replaces:
                 node.value = rebase.slots[first - rebase.done : position - rebase.done].clone()
-            node.provisional = False
+            tree.make_neutral(node)
             if rebase.replaces and node.exact:
                 tree.keep_own(node, adapted)
                 adapted = adapted[:0]

@@ -38,6 +38,7 @@ class Settings:
             where the method has it.
         kernels: Which implementation of attention; ``auto`` is ``triton`` on a GPU.
         cuda_graph: Capture decode steps in CUDA graphs.
+        metrics_roles: How many role names metrics list; the rest is counted as one.
     """
 
     method: str | None = None
@@ -48,6 +49,7 @@ class Settings:
     own_base_fraction: float = 0.5
     kernels: str = "auto"
     cuda_graph: bool = False
+    metrics_roles: int = 32
 
     def __post_init__(self) -> None:
         if self.method not in (None, OFF, *METHODS):
@@ -79,6 +81,11 @@ class Settings:
             raise SettingsError(
                 f"--precache-own-base-fraction {self.own_base_fraction} is no share; give a number "
                 "from 0 (no own base is kept) to 1."
+            )
+        if self.metrics_roles < 0:
+            raise SettingsError(
+                f"--precache-metrics-roles {self.metrics_roles} is negative; give the number of "
+                "role names that metrics list, 0 to count all roles as one."
             )
         seen: dict[str, str] = {}
         for team, roles in self.teams.items():
@@ -112,6 +119,7 @@ class Settings:
 
         wait = _optional(int, "--precache-max-neutral-wait", value("max_neutral_wait"))
         fraction = _optional(float, "--precache-own-base-fraction", value("own_base_fraction"))
+        metrics_roles = _optional(int, "--precache-metrics-roles", value("metrics_roles"))
         return cls(
             method=value("method"),
             schedule=value("schedule") or cls.schedule,
@@ -121,6 +129,7 @@ class Settings:
             own_base_fraction=cls.own_base_fraction if fraction is None else fraction,
             kernels=value("kernels") or cls.kernels,
             cuda_graph=_flag("--precache-cuda-graph", value("cuda_graph")),
+            metrics_roles=cls.metrics_roles if metrics_roles is None else metrics_roles,
         )
 
     # -- travelling with SGLang's own record ---------------------------------
@@ -236,4 +245,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Capture decode steps in CUDA graphs. Off unless given: it has not been "
         "validated on a GPU yet.",
+    )
+    group.add_argument(
+        "--precache-metrics-roles",
+        type=int,
+        metavar="N",
+        help="How many role names metrics and GET /precache/state list, the first ones loaded; "
+        f"the rest is counted under 'other'. Default: {Settings.metrics_roles}.",
     )

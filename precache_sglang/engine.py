@@ -16,7 +16,7 @@ class Engine(SGLangEngine):
 
     Takes SGLang's keyword arguments, and ours: ``precache_method``,
     ``precache_schedule``, ``precache_lr_tokens``, ``precache_team``
-    (``{"team": ["role", …]}``), ``precache_max_neutral_wait``.
+    (``{"team": ["role", …]}``), ``precache_max_neutral_wait``, ``precache_metrics_roles``.
 
     Raises:
         SettingsError, UnsupportedError: as the server does at start-up.
@@ -47,4 +47,4 @@ class Engine(SGLangEngine):
         return state
 
 
-_KEYWORDS = ("method", "schedule", "lr_tokens", "team", "max_neutral_wait")
+_KEYWORDS = ("method", "schedule", "lr_tokens", "team", "max_neutral_wait", "metrics_roles")

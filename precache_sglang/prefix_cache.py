@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,6 +81,10 @@ class PrecacheRadixCache(RadixCache):
     def reset(self) -> None:
         super().reset()
         _init_node(self.root_node, feeder="")
+        self.num_nodes = 0
+        self.provisional_tokens = 0  # that some role reads although they are not neutral
+        self.owed_tokens = 0  # of turns that their own role reads exactly
+        self.lr_tokens: Counter[str] = Counter()  # by slice key
         self.lr_evictable_size = 0
         self.lr_pinned_size = 0
         self.own_evictable_size = 0
@@ -102,6 +107,7 @@ class PrecacheRadixCache(RadixCache):
             parent.own, child.own = child.own[:split_len].clone(), child.own[split_len:].clone()
         parent.born = child.born
         parent.evicted_rows = set(child.evicted_rows)
+        self.num_nodes += 1
         for name, slots in child.slices.items():
             parent.slices[name] = slots[:split_len].clone()
             child.slices[name] = slots[split_len:].clone()
@@ -121,8 +127,10 @@ class PrecacheRadixCache(RadixCache):
         node = TreeNode()
         _init_node(node, feeder)
         node.provisional, node.exact = provisional, exact
+        self.num_nodes += 1
         node.parent = parent
         node.key = key
+        self._count_provisional(node, 1)
         node.value = slots.clone()
         parent.children[key.child_key(self.page_size)] = node
         parent.evicted_below.pop(key.child_key(self.page_size), None)
@@ -140,6 +148,8 @@ class PrecacheRadixCache(RadixCache):
         below[node.key.child_key(self.page_size)] = node.key.token_ids[:_EVICTED_TOKENS]
         if len(below) > _MAX_EVICTED:
             del below[next(iter(below))]
+        self.num_nodes -= 1
+        self._count_provisional(node, -1)
         super()._delete_leaf(node)
 
     def was_evicted(self, node: TreeNode, key: RadixKey, offset: int) -> bool:
@@ -149,6 +159,17 @@ class PrecacheRadixCache(RadixCache):
         """
         began = node.evicted_below.get(key.child_key_at(offset))
         return began is not None and key.token_ids[offset : offset + len(began)] == began
+
+    def make_neutral(self, node: TreeNode) -> None:
+        """The provisional base KV of `node` has been replaced by that of a neutral pass."""
+        self._count_provisional(node, -1)
+        node.provisional = False
+
+    def _count_provisional(self, node: TreeNode, sign: int) -> None:
+        if node.provisional and node.exact:
+            self.owed_tokens += sign * len(node.key)
+        elif node.provisional:
+            self.provisional_tokens += sign * len(node.key)
 
     def walk(self, key: RadixKey) -> list[TreeNode]:
         """Nodes that hold the longest cached prefix of `key`, from the root down.
@@ -523,6 +544,7 @@ class PrecacheRadixCache(RadixCache):
             self.lr_pinned_size += slots.numel()
         else:
             self.lr_evictable_size += slots.numel()
+        self.lr_tokens[key] += slots.numel()
 
     def take_slice(self, node: TreeNode, key: str) -> torch.Tensor:
         """Take a slice off its node; its slots are the caller's. Pins stay."""
@@ -532,6 +554,9 @@ class PrecacheRadixCache(RadixCache):
             self.lr_pinned_size -= slots.numel()
         else:
             self.lr_evictable_size -= slots.numel()
+        self.lr_tokens[key] -= slots.numel()
+        if not self.lr_tokens[key]:
+            del self.lr_tokens[key]
         return slots
 
     def drop_slice(self, node: TreeNode, key: str) -> int:
@@ -593,7 +618,9 @@ class PrecacheRadixCache(RadixCache):
         pinned = False
         for node in self.nodes():
             if node.feeder == key and not node.own_pins:  # nobody is left to read its own base
+                self._count_provisional(node, -1)
                 node.exact = False
+                self._count_provisional(node, 1)
                 if node.own is not None:
                     self.drop_own(node)
             if key in node.slices:
@@ -774,9 +801,16 @@ class PrecacheRadixCache(RadixCache):
         """Evict up to `num_tokens` cached tokens that nobody has locked; return how many."""
         if num_tokens <= 0:
             return 0
+        before = self.num_nodes
         freed: int = super().evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted
         self.stats.evicted_base += freed
+        self.stats.evicted_nodes += before - self.num_nodes
         return freed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the tree; `total_size` without counting them."""
+        return int(self.evictable_size_ + self.protected_size_)
 
     def evictable_size(self) -> int:
         """Unlocked tokens, own base that nobody reads, and base slots of neutral passes beside
@@ -797,20 +831,22 @@ class PrecacheRadixCache(RadixCache):
 
     def check_integrity(self) -> list[str]:
         """Recount everything; what SGLang's idle check reports as a leak. Empty if sound."""
-        pool = self.runtime.lr_pool
-        if pool is None:
-            return []
         problems: list[str] = []
-        evictable = pinned = 0
+        evictable = pinned = num_nodes = 0
         own = {True: 0, False: 0}
+        provisional = {True: 0, False: 0}
+        lr_tokens: Counter[str] = Counter()
         seen: list[torch.Tensor] = []
         for node in self.nodes():
+            num_nodes += 1
+            provisional[node.exact] += len(node.key) * node.provisional
             if node.own is not None:
                 own[node.own_pins > 0] += node.own.numel()
             for key, slots in node.slices.items():
                 if slots.numel() != len(node.key):
                     problems.append(f"node {node.id}: slice {key} covers {slots.numel()} tokens")
                 seen.append(slots)
+                lr_tokens[key] += slots.numel()
                 if node.pins.get(key):
                     pinned += slots.numel()
                 else:
@@ -818,6 +854,15 @@ class PrecacheRadixCache(RadixCache):
             for key in node.pins:
                 if key not in node.slices and not self.retired:
                     problems.append(f"node {node.id}: pin on a missing slice {key}")
+        is_provisional = (provisional[False], provisional[True])
+        counted = (num_nodes, self.total_size(), is_provisional, lr_tokens)
+        is_provisional = (self.provisional_tokens, self.owed_tokens)
+        kept = (self.num_nodes, self.num_tokens, is_provisional, self.lr_tokens)
+        if counted != kept:
+            problems.append(f"nodes, tokens, provisional, rows: {kept}, counted {counted}")
+        pool = self.runtime.lr_pool
+        if pool is None:
+            return problems
         if (evictable, pinned) != (self.lr_evictable_size, self.lr_pinned_size):
             problems.append(
                 f"lr counters: evictable={self.lr_evictable_size} pinned={self.lr_pinned_size}, "

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from precache_sglang.backlog import NeutralJob, Rebase
     from precache_sglang.match import Match
+    from precache_sglang.metrics import RoleTotals
     from precache_sglang.roles import Adapter
     from precache_sglang.shadow import Shadow
 
@@ -101,6 +102,8 @@ class RequestState:
         match: Why no more of the prompt did; None until it is admitted.
         trajectory: The caller's name for what this turn belongs to; None without one.
         explain: The caller wants to see the text where the cached context ends.
+        totals: Where what it does is counted; None for what no user sent.
+        num_output, token_time: Output tokens counted, and when the last one was sampled.
     """
 
     adapter: Adapter | None
@@ -125,6 +128,9 @@ class RequestState:
     match: Match | None = None
     trajectory: str | None = None
     explain: bool = False
+    totals: RoleTotals | None = None
+    num_output: int = 0
+    token_time: float = 0.0
 
     @property
     def own_key(self) -> str | None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.utils import is_health_check_generate_req
 
 from precache_sglang.adapter_tables import NO_ADAPTER
 from precache_sglang.backlog import Backlog
@@ -21,7 +23,7 @@ from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
 from precache_sglang.lr_pool import LRPool
 from precache_sglang.match import MatchLog, match_of
 from precache_sglang.methods import Method, Rows
-from precache_sglang.metrics import Exporter, Stats
+from precache_sglang.metrics import SOURCES, Exporter, History, RoleTable, Stats
 from precache_sglang.neutral import NeutralScheduler
 from precache_sglang.request import OwnedSlots, RequestState, state_of
 from precache_sglang.roles import RoleRegistry, read_adapter, registered_names, targets_k
@@ -75,6 +77,7 @@ class Runtime:
             rows of its tokens; None if it stores none.
         schedule: When neutral passes run; None where the method has none.
         shadows: Neutral passes beside running turns, oldest first.
+        by_role: What each role did; ``stats`` has the sums.
         kernels: ``"torch"`` or ``"triton"``: which attention serves.
         spans: Neutral tokens in the step that is being prepared or run.
     """
@@ -93,6 +96,8 @@ class Runtime:
         )
         self.stats = Stats()
         self.match_log = MatchLog()
+        self.by_role = RoleTable(settings.metrics_roles)
+        self.history = History()
         self.backlog = Backlog(self)
         self.shadows: list[Shadow] = []
         self.neutral_spans: list[NeutralSpan] = []
@@ -208,6 +213,7 @@ class Runtime:
                 self.kv_size,
             )
             self.roles.add(adapter)
+            self.by_role.of(name)
             if adapter.rows_key is not None and hasattr(self, "tree"):
                 self.tree.revive(adapter.rows_key)
 
@@ -302,9 +308,10 @@ class Runtime:
         """States of all passes that may own LR slots: users' requests, and beside them."""
         yield from (shadow.state for shadow in self.shadows)
         yield from (span.state for span in self.neutral_spans if span.state.job is not None)
-        yield from (state_of(req) for req in self._running_reqs())
+        yield from map(state_of, self._running_reqs())
 
     def _running_reqs(self) -> Iterator[Req]:
+        """Requests in a batch or between the chunks of their prompt; internal ones, too."""
         scheduler = self.scheduler
         if scheduler is None:
             return
@@ -325,6 +332,12 @@ class Runtime:
         for other in itertools.chain(self._running_reqs(), before):
             if other is not req and not other.finished() and state_of(other).job is None:
                 yield other
+
+    def running_requests(self) -> list[Req]:
+        """Users' requests that run."""
+        return [
+            req for req in self._running_reqs() if state_of(req).job is None and not req.finished()
+        ]
 
     @property
     def may_publish_provisionally(self) -> bool:
@@ -416,15 +429,22 @@ class Runtime:
             first = not state_of(req).pinned
             self.tree.attach(req)
             if first and state_of(req).job is None and not req.retracted_stain:
-                counts = state_of(req).counts
-                assert counts is not None
-                self.stats.shared += counts.shared
-                self.stats.own += counts.own
-                self.stats.replayed += counts.replayed
-                self.stats.computed += counts.computed
+                self._count_prompt(req)
                 match = match_of(self, req, self._others(req, batch.reqs))
                 state_of(req).match = match
                 self.match_log.note(req, match)
+
+    def _count_prompt(self, req: Req) -> None:
+        # What SGLang has refused runs one token that nobody sent.
+        if is_health_check_generate_req(req) or isinstance(req.to_finish, FINISH_ABORT):
+            return
+        state = state_of(req)
+        assert state.counts is not None
+        state.totals = self.by_role.of(state.adapter.name if state.adapter else None)
+        state.totals.requests += 1
+        for totals in (self.stats, state.totals):
+            for source in SOURCES:
+                setattr(totals, source, getattr(totals, source) + getattr(state.counts, source))
 
     @contextmanager
     def extend_layout(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -694,66 +714,73 @@ class Runtime:
     # -- reports -------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
-        """What is so now, for `state` and for Prometheus."""
-        pool = self.lr_pool
+        """What is so now, for `state` and for Prometheus. Cheap: nothing is counted here."""
+        tree, pool = self.tree, self.lr_pool
+        allocator = tree.token_to_kv_pool_allocator
         return {
             "backlog_tokens": self.backlog.tokens(),
             "backlog_age_s": round(self.backlog.oldest_age(), 3),
-            "provisional_tokens": sum(
-                len(node.key) for node in self.tree.nodes() if node.provisional and not node.exact
-            ),
-            "own_base_tokens": self.tree.own_size(),
+            "provisional_tokens": tree.provisional_tokens,
+            "own_base_tokens": tree.own_size(),
             "shadow_tokens": sum(shadow.num_slots for shadow in self.shadows),
-            "base_tokens": self.tree.total_size(),
+            "tree_nodes": tree.num_nodes,
+            "base_tokens": tree.num_tokens,
+            "base_tokens_in_use": allocator.size - allocator.available_size(),
+            "base_pool_tokens": allocator.size,
             "lr_slots_in_use": pool.size - pool.available_size() if pool else 0,
+            "lr_pool_slots": pool.size if pool else 0,
         }
+
+    def lr_bytes_by_role(self) -> dict[str, int]:
+        """Bytes of rows in the tree by row of `by_role`. Roles with common rows count them each."""
+        sizes: dict[str, int] = {}
+        for adapter in self.roles.adapters.values():
+            label = self.by_role.label(adapter.name)
+            tokens = self.tree.lr_tokens[adapter.rows_key or ""]
+            sizes[label] = sizes.get(label, 0) + tokens * self.slot_bytes
+        return sizes
 
     def state(self) -> dict[str, Any]:
         """The body of ``GET /precache/state``."""
         tree, pool = self.tree, self.lr_pool
         kv_pool = tree.token_to_kv_pool_allocator.get_kvcache()
-        rows: dict[str, int] = {}
-        num_nodes = 0
-        for node in tree.nodes():
-            num_nodes += 1
-            for key, slots in node.slices.items():
-                rows[key] = rows.get(key, 0) + slots.numel()
         gauges = self.gauges()
         token_bytes = 2 * self.kv_size * self.num_layers * self.dtype.itemsize
-        allocator = tree.token_to_kv_pool_allocator
-        in_use = allocator.size - allocator.available_size()
         rows_of_requests = tree.req_to_token_pool
         return {
             "method": self.method.name,
             "kernels": self.kernels,
             "schedule": self.schedule.name if self.schedule else None,
             "teams": self._team_names(),
-            "tree_nodes": num_nodes,
+            **gauges,
             "base_bytes": gauges["base_tokens"] * token_bytes,
-            "base_tokens_in_use": in_use,
-            "base_pool_tokens": allocator.size,
             "base_pool_bytes": sum(b.nbytes for b in (*kv_pool.k_buffer, *kv_pool.v_buffer)),
-            "peak_base_bytes": max(self.peak_base, in_use) * token_bytes,
+            "peak_base_bytes": max(self.peak_base, gauges["base_tokens_in_use"]) * token_bytes,
             "lr": {
                 adapter.name: {
-                    "tokens": rows.get(adapter.rows_key or "", 0),
-                    "bytes": rows.get(adapter.rows_key or "", 0) * self.slot_bytes,
+                    "tokens": (tokens := tree.lr_tokens[adapter.rows_key or ""]),
+                    "bytes": tokens * self.slot_bytes,
                     "rank": adapter.rank,
                     "team": adapter.team,
                 }
                 for adapter in self.roles.adapters.values()
             },
-            "lr_pool_slots": pool.size if pool else 0,
             "lr_pool_bytes": pool.nbytes if pool else 0,
             "lr_slots_evictable": tree.lr_evictable_size,
             "lr_slots_pinned": tree.lr_pinned_size,
             "peak_lr_bytes": self.peak_rows * self.slot_bytes if pool else 0,
-            **gauges,
+            "roles": {name: row.as_dict() for name, row in self.by_role.items()},
+            **self.requests(),
             "request_rows_in_use": rows_of_requests.size - rows_of_requests.available_size(),
             "step_cost_us": self.neutral.cost.prices() if self.scheduler else {},
             "problems": tree.check_integrity(),
             **{f"total_{name}": value for name, value in self.stats.as_dict().items()},
         }
+
+    def requests(self) -> dict[str, int]:
+        """Users' requests that run, and that wait (for a neutral pass or for room)."""
+        queue = () if self.scheduler is None else self.scheduler.waiting_queue
+        return {"running_requests": len(self.running_requests()), "waiting_requests": len(queue)}
 
     def _team_names(self) -> dict[str, list[str]]:
         teams: dict[str, list[str]] = {}

@@ -98,6 +98,7 @@ class Engine:
         self.running: list[Req] = []
         scheduler = SimpleNamespace(
             running_batch=SimpleNamespace(reqs=self.running),
+            waiting_queue=[],
             last_batch=None,
             cur_batch_for_debug=None,
             chunked_req=None,

@@ -107,6 +107,7 @@ def test_off_has_no_policy() -> None:
         ({"lr_tokens": 0}, ("--precache-lr-tokens", "0", "positive")),
         ({"lr_tokens": -5}, ("--precache-lr-tokens", "-5", "positive")),
         ({"max_neutral_wait_ms": -2}, ("--precache-max-neutral-wait", "-2", "-1")),
+        ({"metrics_roles": -1}, ("--precache-metrics-roles", "-1", "0")),
         ({"teams": {"a": ["plan"], "b": ["plan"]}}, ("--precache-team", "'plan'", "'a'", "'b'")),
         ({"teams": {"a": ["plan", "plan"]}}, ("--precache-team", "'plan'")),
     ],
@@ -171,6 +172,7 @@ def test_a_number_that_is_none_is_refused(value: Any) -> None:
     for name, flag in (
         ("precache_lr_tokens", "--precache-lr-tokens"),
         ("precache_max_neutral_wait", "--precache-max-neutral-wait"),
+        ("precache_metrics_roles", "--precache-metrics-roles"),
     ):
         with pytest.raises(SettingsError, match=f"{flag} .* is not a whole number"):
             Settings.from_mapping({name: value})
