@@ -1,9 +1,12 @@
 """sglang.srt.managers.tokenizer_manager
 
 Why: ``meta_info["precache"]`` is one record per request; SGLang takes extra fields of an
-answer for lists with one item per token.
-How: take ours out before SGLang joins the rest. See also `openai_usage`.
-Gone when: request-level extra fields reach ``meta_info`` as they are.
+answer for lists with one item per token. And the role that was settled at a route's door has to
+reach the engine, by whatever way that route builds its request.
+How: take our field out before SGLang joins the rest, see also `openai_usage`; set the adapter
+where every request comes in, see `precache_sglang.request_role`.
+Gone when: request-level extra fields reach ``meta_info`` as they are; SGLang resolves the names
+that it lists, on every route.
 """
 
 from __future__ import annotations
@@ -13,7 +16,12 @@ from typing import Any
 
 from precache_sglang.patches import Patch
 
+from precache_sglang.request_role import apply
 from precache_sglang.streamer import INFO_KEY, PromptTokens
+
+
+def before_generate_request(_manager: Any, obj: Any, request: Any = None) -> None:
+    apply(request, obj)
 
 
 def around_update_request_meta_info(
@@ -35,6 +43,11 @@ def around_update_request_meta_info(
 
 
 PATCHES = [
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "before",
+        before_generate_request,
+    ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         "around",
