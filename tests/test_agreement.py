@@ -18,10 +18,11 @@ from openai_clients import BothClients
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerProcess
 from precache_sglang.launch.trajectories import load_trajectories
-from precache_sglang.request_role import HEADER
 from reference import ReferenceEngine, Weights
 from safetensors.torch import load_file, save_file
 from tiny import make_adapter, make_model
+
+from precache_sglang.request_role import HEADER
 
 ROLES = ("plan", "action", "reflect")
 SETS = {"qv": "scienceqa-qv-r8", "qkvo": "scienceqa-qkvo-r4"}
@@ -177,6 +178,7 @@ def test_openai_clients_choose_roles(case: Case, is_async: bool) -> None:
     first, second = case.roles(next(iter(case.sets)))[:2]
     assert {first, second} <= set(roles)
     question = "Why is the sky blue? " * 4
+    messages = [{"role": "user", "content": question}]
     for model, headers in ((f"{served}:{first}", {}), (served, {HEADER: second})):
         chunks = ask(
             lambda client, model=model, headers=headers: client.completions.create(
@@ -190,7 +192,6 @@ def test_openai_clients_choose_roles(case: Case, is_async: bool) -> None:
         )
         usage = chunks[-1].usage
         assert sum(usage.precache.values()) == usage.prompt_tokens
-        messages = [{"role": "user", "content": question}]
         answer = ask(
             lambda client, model=model, headers=headers: client.chat.completions.create(
                 model=model, messages=messages, max_tokens=3, n=2, extra_headers=headers
