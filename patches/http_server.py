@@ -1,31 +1,45 @@
 """sglang.srt.entrypoints.http_server
 
-Why: our routes, ``GET /precache/state`` and the like, and headers that every request may carry
-(`precache_sglang.hints`).
-How: include our router in SGLang's app before it serves, and wrap the app's middleware: what
-SGLang adds later (API keys) has to lie inside. A streamed /generate sends its headers before
-the request is normalised, so its id is settled as it comes in.
-Gone when: plugins can register routers and middleware.
+Why: our routes, ``GET /precache/state`` and the like; headers that every request may carry
+(`precache_sglang.hints`); every id that ``/v1/models`` lists can be retrieved, while SGLang knows
+the served model only; ``/generate`` takes the role from a header, too.
+How: include our router in SGLang's app before it serves, put our route for one model ahead of
+SGLang's, and wrap the app's middleware: what SGLang adds later (API keys) has to lie inside. A
+streamed /generate sends its headers before the request is normalised, so its id and its role
+(`precache_sglang.request_role`) are settled as it comes in.
+Gone when: plugins can register routers and middleware; SGLang retrieves what it lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from precache_sglang.patches import Patch
 
 from precache_sglang.hints import HintsMiddleware, adopt_request_id
+from precache_sglang.request_role import settle
 
 
 def before_launch_server(*_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    from precache_sglang.http import router
+    from precache_sglang.http import models, router
 
     app.include_router(router)
     build: Callable[[], Any] = app.build_middleware_stack
     app.build_middleware_stack = lambda: HintsMiddleware(build(), _in_flight, _refuse)
+    app.router.routes[:0] = models.routes
+
+
+async def around_serve_generate_request(
+    original: Callable[..., Awaitable[Any]], obj: Any, request: Any
+) -> Any:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    adopt_request_id(obj)
+    await settle(request, get_global_state().tokenizer_manager, obj)
+    return await original(obj, request)
 
 
 def _in_flight() -> Iterable[str]:
@@ -43,17 +57,13 @@ async def _refuse(scope: Any, text: str) -> Any:
     return await app.exception_handlers[HTTPException](Request(scope), HTTPException(400, text))
 
 
-def before_serve_generate_request(request: Any, _http_request: Any) -> None:
-    adopt_request_id(request)
-
-
 _SERVER = "sglang.srt.entrypoints.http_server"
 PATCHES = [
     Patch(f"{_SERVER}.launch_server", "before", before_launch_server, main_process_only=True),
     Patch(
         f"{_SERVER}.serve_generate_request",
-        "before",
-        before_serve_generate_request,
+        "around",
+        around_serve_generate_request,
         main_process_only=True,
     ),
 ]

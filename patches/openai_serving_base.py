@@ -1,46 +1,33 @@
 """sglang.srt.entrypoints.openai.serving_base
 
 Why: ``/v1/models`` lists every role, but SGLang takes ``model`` for a role only behind a
-colon and serves any other name by the model without an adapter.
-How: after SGLang's own rules, a bare name selects the role of that name; a name that is
-neither a role nor the served model is an error.
-Gone when: SGLang resolves the names that it lists.
+colon, any text there, and serves any other name by the model without an adapter.
+How: settle the role at the door; see `precache_sglang.request_role`.
+Gone when: SGLang resolves the names that it lists, and refuses others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from precache_sglang.patches import Patch
 
-from precache_sglang.config import Settings
+from precache_sglang.request_role import settle
 
 
-def after_resolve_lora_path(
-    result: Any, serving: Any, request_model: str, explicit_lora_path: Any
-) -> str | None:
-    from sglang.srt.runtime_context import get_server_args
-
-    settings = Settings.of(get_server_args())
-    if result is not None or settings is None or settings.policy is None:
-        return None
-    manager = serving.tokenizer_manager
-    # "default" is what SGLang fills in for a request that names no model.
-    if request_model in (manager.served_model_name, manager.model_path, "default"):
-        return None
-    if request_model in manager.lora_ref_cache:
-        return request_model
-    raise ValueError(
-        f"model={request_model!r} is neither the served model ({manager.served_model_name}) nor "
-        f"a loaded role ({', '.join(manager.lora_ref_cache) or 'none'})."
-    )
+async def around_handle_request(
+    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
+) -> Any:
+    await settle(raw_request, serving.tokenizer_manager)
+    return await original(serving, request, raw_request)
 
 
 PATCHES = [
     Patch(
-        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._resolve_lora_path",
-        "after",
-        after_resolve_lora_path,
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        "around",
+        around_handle_request,
         main_process_only=True,
     ),
 ]

@@ -2,8 +2,12 @@
 
 Why: ``meta_info["precache"]`` is one record per request; SGLang takes extra fields of an
 answer for lists with one item per token. So is ``precache_match``, whose tokens are to be text.
-How: take ours out before SGLang joins the rest, and decode. See also `openai_usage`.
-Gone when: request-level extra fields reach ``meta_info`` as they are.
+And the role that was settled at a route's door has to reach the engine, by whatever way that route
+builds its request.
+How: take our fields out before SGLang joins the rest, and decode, see also `openai_usage`; set the
+adapter where every request comes in, see `precache_sglang.request_role`.
+Gone when: request-level extra fields reach ``meta_info`` as they are; SGLang resolves the names
+that it lists, on every route.
 """
 
 from __future__ import annotations
@@ -13,9 +17,14 @@ from typing import Any
 
 from precache_sglang.patches import Patch
 
+from precache_sglang.request_role import apply
 from precache_sglang.streamer import INFO_KEY, MATCH_KEY, PromptTokens
 
 _OURS = (INFO_KEY, MATCH_KEY)
+
+
+def before_generate_request(_manager: Any, obj: Any, request: Any = None) -> None:
+    apply(request, obj)
 
 
 def around_update_request_meta_info(
@@ -48,6 +57,11 @@ def _decode(match: dict[str, Any], tokenizer: Any) -> None:
 
 
 PATCHES = [
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "before",
+        before_generate_request,
+    ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         "around",

@@ -11,11 +11,12 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Query, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from precache_sglang.view import VIEW_ID, SharedView
 
 router = APIRouter(prefix="/precache")
+models = APIRouter()
 # What of ours needs no key (`patches/auth.py`): a page without data.
 PAGE_PATHS = ("/precache", "/precache/")
 # A page that waits for longer says so and asks again.
@@ -99,3 +100,20 @@ def _page() -> tuple[str, str]:
         "frame-ancestors 'none'"
     )
     return text, policy
+
+
+@models.get("/v1/models/{model:path}", response_model=None)
+async def retrieve_model(model: str) -> Any:
+    """The card of any id that ``/v1/models`` lists: the served model or a role."""
+    from sglang.srt.entrypoints.http_server import available_models
+
+    cards = {card.id: card for card in reversed((await available_models()).data)}
+    if model in cards:
+        return cards[model]
+    error = {
+        "message": f"The model {model!r} does not exist; known: {', '.join(reversed(cards))}.",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    return JSONResponse({"error": error}, status_code=404)

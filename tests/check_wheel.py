@@ -26,6 +26,7 @@ for name in names:
 from precache_sglang.launch.model import demo_adapters
 from precache_sglang.launch.traces import trace_names
 from precache_sglang.launch.trajectories import load_trajectories
+assert "precache_sglang.launch.examples.plan_action_reflect" in names
 assert len(demo_adapters()) == 3 and len(trace_names()) == 11 and len(load_trajectories()) >= 3
 print(f"{len(names)} modules import from the wheel")
 """

@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 from agreement import TOLERANCE, Trajectory, random_turns, run_trajectories
+from openai_clients import BothClients
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerProcess
 from precache_sglang.launch.trajectories import load_trajectories
 from reference import ReferenceEngine, Weights
 from safetensors.torch import load_file, save_file
 from tiny import make_adapter, make_model
+
+from precache_sglang.request_role import HEADER
 
 ROLES = ("plan", "action", "reflect")
 SETS = {"qv": "scienceqa-qv-r8", "qkvo": "scienceqa-qkvo-r4"}
@@ -168,6 +172,44 @@ def test_a_role_switch_reads_the_earlier_context_as_shared(case: Case) -> None:
     else:
         assert counts["shared"] == counts["replayed"] == 0
     assert trajectory.difference < TOLERANCE
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_openai_clients_choose_roles(case: Case, is_async: bool) -> None:
+    """Every endpoint under every method; `test_agent_clients` goes into them."""
+    ask = BothClients(f"{case.server.url}/v1", is_async)
+    served, *roles = (model.id for model in ask(lambda client: client.models.list()).data)
+    first, second = case.roles(next(iter(case.sets)))[:2]
+    assert {first, second} <= set(roles)
+    question = "Why is the sky blue? " * 4
+    messages = [{"role": "user", "content": question}]
+    for model, headers in ((f"{served}:{first}", {}), (served, {HEADER: second})):
+        chunks = ask(
+            lambda client, model=model, headers=headers: client.completions.create(
+                model=model,
+                prompt=question,
+                max_tokens=3,
+                extra_headers=headers,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        usage = chunks[-1].usage
+        assert sum(usage.precache.values()) == usage.prompt_tokens
+        answer = ask(
+            lambda client, model=model, headers=headers: client.chat.completions.create(
+                model=model, messages=messages, max_tokens=3, n=2, extra_headers=headers
+            )
+        )
+        assert len(answer.choices) == 2
+        response = ask(
+            lambda client, model=model, headers=headers: client.responses.create(
+                model=model, input=question, max_output_tokens=5, extra_headers=headers
+            )
+        )
+        assert response.output_text
+    with pytest.raises(openai.NotFoundError, match=first):
+        ask(lambda client: client.completions.create(model="nobody", prompt=question))
 
 
 def test_an_adapter_loaded_in_mid_trajectory(case: Case) -> None:

@@ -39,7 +39,7 @@ SWAPPED, LATE = "tool", "late"
 # (status, text) of answers that these operations may get.
 TOLERATED = [
     (400, r"adapters are not loaded"),  # a role that is unloaded just now
-    (400, r"has never been loaded"),
+    (404, r"is not a loaded role"),  # one that was never loaded
     (400, r"was unloaded before the request arrived"),
     (400, r"LoRA with name \w+ does not exist"),
     (400, r"already loaded"),

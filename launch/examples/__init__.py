@@ -1,0 +1,1 @@
+"""Example programs; each can be imported, and run against a server."""
