@@ -1,23 +1,37 @@
 """sglang.srt.entrypoints.http_server
 
-Why: ``GET /precache/state``.
-How: include our router in SGLang's app before it serves.
-Gone when: plugins can register routers.
+Why: our routes, for administrators; and SGLang's app lets every origin in, takes bodies of any
+size, and ends or hangs on SIGTERM as it happens.
+How: include our router in SGLang's app before it serves, and put `precache_sglang.guard`
+around it.
+Gone when: plugins can register routers and middleware.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from fastapi.routing import APIRoute
 from precache_sglang.patches import Patch
 
+from precache_sglang.config import Settings
+from precache_sglang.guard import install
 
-def before_launch_server(*_args: Any, **_kwargs: Any) -> None:
+
+def before_launch_server(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from precache_sglang.http import router
+    from precache_sglang.http import PAGE, router
 
-    app.include_router(router)
+    for route in router.routes:
+        if isinstance(route, APIRoute) and route.path != PAGE:
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
+    # Not `include_router`: what it adds, SGLang's check of keys does not look into.
+    app.router.routes.extend(router.routes)
+    settings = Settings.of(server_args)
+    if settings is not None and settings.policy is not None:
+        install(app, settings)
 
 
 PATCHES = [

@@ -4,6 +4,11 @@ Why: ``meta_info["precache"]`` is one record per request; SGLang takes extra fie
 answer for lists with one item per token.
 How: take ours out before SGLang joins the rest. See also `openai_usage`.
 Gone when: request-level extra fields reach ``meta_info`` as they are.
+
+Why: after SIGTERM, SGLang takes new requests until it happens to find none running; one that
+arrives after that is never answered, and the process never ends.
+How: drain first, in bounded time (`precache_sglang.guard`); SGLang then finds none.
+Gone when: SGLang refuses requests while it drains, and bounds it.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from typing import Any
 
 from precache_sglang.patches import Patch
 
+from precache_sglang.guard import current
 from precache_sglang.streamer import INFO_KEY, PromptTokens
 
 
@@ -34,7 +40,20 @@ def around_update_request_meta_info(
         meta_info["prompt_tokens"] = PromptTokens.of(meta_info["prompt_tokens"], ours[index])
 
 
+async def around_sigterm_watchdog(original: Callable[..., Any], manager: Any) -> None:
+    guard = current()
+    if guard is not None:
+        await guard.drain(manager)
+    await original(manager)
+
+
 PATCHES = [
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
+        "around",
+        around_sigterm_watchdog,
+        main_process_only=True,
+    ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         "around",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 KERNELS = ("auto", "torch", "triton")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _RECORD = "_precache_settings"  # ServerArgs keeps underscore attributes when pickled
 
 
@@ -35,6 +38,9 @@ class Settings:
             its adapted pass left it, with rows that this pass wrote for the whole team.
         kernels: Which implementation of attention; ``auto`` is ``triton`` on a GPU.
         cuda_graph: Capture decode steps in CUDA graphs.
+        cors_origins: Origins whose pages may read answers; ``*`` for all.
+        max_body_bytes: Size of the largest request body.
+        drain_timeout_s: How long running requests may go on after SIGTERM.
     """
 
     method: str | None = None
@@ -44,6 +50,9 @@ class Settings:
     max_neutral_wait_ms: int = -1
     kernels: str = "auto"
     cuda_graph: bool = False
+    cors_origins: list[str] = field(default_factory=list)
+    max_body_bytes: int = 64 << 20
+    drain_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         if self.method not in (None, OFF, *METHODS):
@@ -70,6 +79,22 @@ class Settings:
             raise SettingsError(
                 f"--precache-max-neutral-wait {self.max_neutral_wait_ms} is no time; give "
                 "milliseconds, or -1 to wait until the neutral pass is done."
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise SettingsError(
+                    f"--precache-cors-origins {origin!r} is no origin; give scheme, host and port "
+                    "as browsers send them, for example https://console.example.com, or '*'."
+                )
+        if self.max_body_bytes < 1:
+            raise SettingsError(
+                f"--precache-max-body-bytes {self.max_body_bytes} lets no request in; give a "
+                "positive number."
+            )
+        if not 0 <= self.drain_timeout_s < math.inf:
+            raise SettingsError(
+                f"--precache-drain-timeout {self.drain_timeout_s} is no time; give seconds, 0 to "
+                "cut running requests off at once."
             )
         seen: dict[str, str] = {}
         for team, roles in self.teams.items():
@@ -102,6 +127,9 @@ class Settings:
             return os.environ.get(f"PRECACHE_{name.upper()}") or None if given is None else given
 
         wait = _optional_int("--precache-max-neutral-wait", value("max_neutral_wait"))
+        body = _optional_int("--precache-max-body-bytes", value("max_body_bytes"))
+        drain = value("drain_timeout")
+        origins = value("cors_origins") or []
         return cls(
             method=value("method"),
             schedule=value("schedule") or cls.schedule,
@@ -110,6 +138,9 @@ class Settings:
             max_neutral_wait_ms=cls.max_neutral_wait_ms if wait is None else wait,
             kernels=value("kernels") or cls.kernels,
             cuda_graph=_flag("--precache-cuda-graph", value("cuda_graph")),
+            cors_origins=origins.split() if isinstance(origins, str) else list(origins),
+            max_body_bytes=cls.max_body_bytes if body is None else body,
+            drain_timeout_s=cls.drain_timeout_s if drain is None else _seconds(drain),
         )
 
     # -- travelling with SGLang's own record ---------------------------------
@@ -154,6 +185,13 @@ def _optional_int(flag: str, value: Any) -> int | None:
         return int(value)
     except (TypeError, ValueError):
         raise SettingsError(f"{flag} {value!r} is not a whole number.") from None
+
+
+def _seconds(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"--precache-drain-timeout {value!r} is not a number.") from None
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -217,4 +255,24 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Capture decode steps in CUDA graphs. Off unless given: it has not been "
         "validated on a GPU yet.",
+    )
+    group.add_argument(
+        "--precache-cors-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="Origins whose pages may read answers (scheme://host:port, or '*'). Default: none.",
+    )
+    group.add_argument(
+        "--precache-max-body-bytes",
+        type=int,
+        metavar="N",
+        help="Largest request body; above it the answer is 413. "
+        f"Default: {Settings.max_body_bytes}.",
+    )
+    group.add_argument(
+        "--precache-drain-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="After SIGTERM, how long running requests may go on; new ones get 503. "
+        f"Default: {Settings.drain_timeout_s:g}.",
     )

@@ -102,6 +102,7 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
         settings = replace(settings, method=DEFAULT_METHOD if serves_adapters else OFF)
     settings.attach(server_args)
     if settings.policy is None:
+        refuse_server_flags(settings)
         return
     require_patches()
     if config.page_size not in (None, 1) and _given(server_args, "page_size") in (None, 1):
@@ -168,6 +169,21 @@ def _graph_config(settings: Settings, config: Any) -> CudaGraphConfig:
             "--disable-cuda-graph and --cuda-graph-backend-decode disabled."
         )
     return with_phase(graphs, Phase.DECODE, backend=Backend.FULL)
+
+
+def refuse_server_flags(settings: Settings) -> None:
+    """Raise `SettingsError` if SGLang's server, which is left as it is, is to be limited."""
+    for flag, name in (
+        ("--precache-cors-origins", "cors_origins"),
+        ("--precache-max-body-bytes", "max_body_bytes"),
+        ("--precache-drain-timeout", "drain_timeout_s"),
+    ):
+        value = getattr(settings, name)
+        if value != getattr(Settings(), name):
+            raise SettingsError(
+                f"{flag} {value} has no effect with --precache-method off, which leaves SGLang's "
+                "server as it is; leave it out."
+            )
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -1,0 +1,35 @@
+"""sglang.srt.utils.auth
+
+Why: a browser that opens our page cannot send a key; the page asks for it, and holds no data.
+How: its path needs none.
+Gone when: SGLang has a level for public endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from precache_sglang.patches import Patch
+
+from precache_sglang.http import PAGE
+
+
+def around_decide_request_auth(
+    original: Callable[..., Any], *, method: str, path: str, **kwargs: Any
+) -> Any:
+    if method in ("GET", "HEAD") and path == PAGE:
+        from sglang.srt.utils.auth import AuthDecision
+
+        return AuthDecision(allowed=True)
+    return original(method=method, path=path, **kwargs)
+
+
+PATCHES = [
+    Patch(
+        "sglang.srt.utils.auth.decide_request_auth",
+        "around",
+        around_decide_request_auth,
+        main_process_only=True,
+    ),
+]
