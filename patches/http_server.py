@@ -17,6 +17,8 @@ from precache_sglang.patches import Patch
 from precache_sglang.config import Settings
 from precache_sglang.guard import install
 
+_WITH_KEYS = ("/server_info", "/get_server_info")
+
 
 def before_launch_server(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
@@ -24,8 +26,10 @@ def before_launch_server(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
 
     from precache_sglang.http import PAGE, router
 
-    for route in router.routes:
-        if isinstance(route, APIRoute) and route.path != PAGE:
+    for route in (*router.routes, *app.router.routes):
+        # SGLang's report of its arguments has the keys in it.
+        is_private = route in router.routes or getattr(route, "path", None) in _WITH_KEYS
+        if isinstance(route, APIRoute) and is_private and route.path != PAGE:
             auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
     # Not `include_router`: what it adds, SGLang's check of keys does not look into.
     app.router.routes.extend(router.routes)
