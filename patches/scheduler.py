@@ -1,9 +1,10 @@
 """sglang.srt.managers.scheduler
 
 Why: requests need our namespace and state, neutral passes need steps, and two classes
-that the scheduler builds have to be ours.
-How: around the request factory, the batch decision and the result; after the getters
-that SGLang has for subclasses.
+that the scheduler builds have to be ours. An abort ends every request whose id begins with
+the given one, and callers choose ids: whoever hangs up as "a" would end others' "abc".
+How: around the request factory, the batch decision, the result and the abort; after the
+getters that SGLang has for subclasses.
 Gone when: the scheduler takes a policy object for internal requests.
 """
 
@@ -84,6 +85,25 @@ def around_process_batch_result(
         original(scheduler, batch, result)
 
 
+def around_abort_request(
+    original: Callable[..., None], scheduler: Scheduler, recv_req: Any
+) -> None:
+    if current() is None or recv_req.abort_all:
+        return original(scheduler, recv_req)
+    reqs = {*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()}
+    reqs.update(scheduler.grammar_manager.grammar_queue)
+    if scheduler.chunked_req is not None:
+        reqs.add(scheduler.chunked_req)
+    others = [r for r in reqs if r.rid != recv_req.rid and r.rid.startswith(recv_req.rid)]
+    for req in others:
+        req.rid = "\0" + req.rid  # nothing is sent by that name: it is ours again below
+    try:
+        return original(scheduler, recv_req)
+    finally:
+        for req in others:
+            req.rid = req.rid[1:]
+
+
 def around_flush_cache(
     original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> bool:
@@ -113,6 +133,7 @@ PATCHES = [
     Patch(f"{_SCHEDULER}._create_generation_req", "around", around_create_generation_req),
     Patch(f"{_SCHEDULER}.get_next_batch_to_run", "around", around_get_next_batch_to_run),
     Patch(f"{_SCHEDULER}.process_batch_result", "around", around_process_batch_result),
+    Patch(f"{_SCHEDULER}.abort_request", "around", around_abort_request),
     Patch(f"{_SCHEDULER}.flush_cache", "around", around_flush_cache),
     Patch(f"{_SCHEDULER}.get_internal_state", "after", after_get_internal_state),
     Patch(f"{_SCHEDULER}.get_prefill_adder_class", "after", after_get_prefill_adder_class),

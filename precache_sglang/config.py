@@ -41,6 +41,8 @@ class Settings:
         cors_origins: Origins whose pages may read answers; ``*`` for all.
         max_body_bytes: Size of the largest request body.
         drain_timeout_s: How long running requests may go on after SIGTERM.
+        tenants: Name of a file with an API key for each tenant; None: ``--api-key`` is
+            everybody's.
     """
 
     method: str | None = None
@@ -53,6 +55,7 @@ class Settings:
     cors_origins: list[str] = field(default_factory=list)
     max_body_bytes: int = 64 << 20
     drain_timeout_s: float = 20.0
+    tenants: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in (None, OFF, *METHODS):
@@ -141,6 +144,7 @@ class Settings:
             cors_origins=origins.split() if isinstance(origins, str) else list(origins),
             max_body_bytes=cls.max_body_bytes if body is None else body,
             drain_timeout_s=cls.drain_timeout_s if drain is None else _seconds(drain),
+            tenants=value("tenants"),
         )
 
     # -- travelling with SGLang's own record ---------------------------------
@@ -275,4 +279,10 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="After SIGTERM, how long running requests may go on; new ones get 503. "
         f"Default: {Settings.drain_timeout_s:g}.",
+    )
+    group.add_argument(
+        "--precache-tenants",
+        metavar="FILE",
+        help="File with lines NAME=KEY: API keys beside --api-key, each of a tenant whose requests "
+        "share with no other tenant's.",
     )

@@ -20,6 +20,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
 from precache_sglang.config import Settings
+from precache_sglang.tenants import Tenants, current_tenant, read_tenants
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -76,6 +77,12 @@ class Guard:
         self.app = app
         self.settings = settings
         self.draining = False
+        self.tenants: Tenants | None = None
+        if settings.tenants is not None:
+            from sglang.srt.runtime_context import get_serving
+
+            serving = get_serving()
+            self.tenants = read_tenants(settings.tenants, serving.api_key, serving.admin_api_key)
         self._open: set[asyncio.Task[Any]] = set()  # of requests without their full answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -97,6 +104,7 @@ class Guard:
             )
             return
         self._open.add(task)
+        scope = self._as_tenant(scope)
         try:
             await self.app(scope, receive, answer.send)
         except asyncio.CancelledError:
@@ -109,6 +117,18 @@ class Guard:
             )
         finally:
             self._open.discard(task)
+
+    def _as_tenant(self, scope: Any) -> Any:
+        """Note who asks; a tenant's key passes for the ``--api-key`` from here on."""
+        if self.tenants is None:
+            return scope
+        headers = MutableHeaders(raw=list(scope["headers"]))
+        name = self.tenants.name_of(headers.get("authorization", "").encode("latin-1"))
+        current_tenant.set(name or "")
+        if name is None:
+            return scope
+        headers["authorization"] = self.tenants.api_key_header.decode()
+        return {**scope, "headers": headers.raw}
 
     async def drain(self, manager: TokenizerManager) -> None:
         """Wait for SIGTERM, then until nothing runs any more or the time is up.

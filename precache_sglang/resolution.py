@@ -16,6 +16,7 @@ from precache_sglang.config import Settings
 from precache_sglang.errors import SettingsError, UnsupportedError
 from precache_sglang.methods import DEFAULT_METHOD, OFF
 from precache_sglang.plugin import require_patches
+from precache_sglang.tenants import read_tenants
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -105,6 +106,8 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
         refuse_server_flags(settings)
         return
     require_patches()
+    if settings.tenants is not None:
+        read_tenants(settings.tenants, config.api_key, config.admin_api_key)
     if config.page_size not in (None, 1) and _given(server_args, "page_size") in (None, 1):
         # Chosen for the attention backend that SGLang would have taken here.
         declare_resolution(server_args, _SOURCE, page_size=1)
@@ -177,6 +180,7 @@ def refuse_server_flags(settings: Settings) -> None:
         ("--precache-cors-origins", "cors_origins"),
         ("--precache-max-body-bytes", "max_body_bytes"),
         ("--precache-drain-timeout", "drain_timeout_s"),
+        ("--precache-tenants", "tenants"),
     ):
         value = getattr(settings, name)
         if value != getattr(Settings(), name):

@@ -30,6 +30,8 @@ from precache_sglang.resolution import refuse_server_flags
 
 with quiet_imports():
     import schemathesis
+    from precache_sglang.patches.auth import around_decide_request_auth
+    from sglang.srt.utils import auth
 
 KEY, ADMIN = "caller's", "operator's"
 ORIGIN = "https://console.example.com"
@@ -404,6 +406,19 @@ def test_a_disconnect_in_the_middle_of_neutral_work_leaves_nothing_behind(
     at_rest(server)
 
 
+def test_whoever_hangs_up_ends_no_request_whose_id_begins_like_theirs(
+    client: httpx.Client, server: ServerProcess
+) -> None:
+    staying = Stream(server.url, generate("Once", tokens=150, rid="turn-12"), KEY)
+    leaving = Stream(server.url, generate("Twice", "action", 3000, rid="turn-1"), KEY)
+    staying.wait_for(2)
+    leaving.wait_for(2)
+    leaving.hang_up()
+    staying.join()
+    assert staying.end == "length"
+    at_rest(server)
+
+
 def test_loading_and_unloading_neither_stalls_streams_nor_drops_rows_of_others(
     client: httpx.Client, server: ServerProcess
 ) -> None:
@@ -593,6 +608,25 @@ def test_what_outlasts_the_drain_is_cut_off(other: ServerProcess) -> None:
 
 
 # -- without a server ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", list(auth.AuthLevel)[:2])
+def test_an_api_key_alone_opens_everything(level: auth.AuthLevel) -> None:
+    """Which level a route has is seen above, by the keys that open it on servers."""
+
+    def opens(key: str | None, path: str = "/precache/state") -> bool:
+        return around_decide_request_auth(
+            auth.decide_request_auth,
+            method="GET",
+            path=path,
+            authorization_header=None if key is None else f"Bearer {key}",
+            api_key=KEY,
+            admin_api_key=None,
+            auth_level=level,
+        ).allowed
+
+    assert opens(KEY) and opens(None, PAGE)
+    assert not opens(None) and not opens("wrong") and not opens(None, f"{PAGE}/")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,16 @@ from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerError, ServerProcess
 from standins import quiet_imports
 
+from precache_sglang.errors import SettingsError
 from precache_sglang.methods import METHODS
+from precache_sglang.tenants import namespace, read_tenants
 
 with quiet_imports():
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from precache_sglang.runtime import Runtime
 
+KEY, ADMIN = "nameless tenants'", "operator's"
 PROMPT = "Question: Why is the sky blue?\n\nThought: \n### Response:\n" * 3
 LONG = "x" * 20_000
 UNICODE = "планировщик-é"
@@ -55,19 +59,28 @@ TENANTS: list[dict[str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     paths = list(demo_adapters().values())
     args = ["--max-total-tokens", "9000", "--max-loras-per-batch", "5", "--context-length", "2000"]
-    args += ["--served-model-name", "smollm2", "--log-level", "warning", "--api-key", "secret"]
+    args += ["--served-model-name", "smollm2", "--log-level", "warning"]
+    tenants = tmp_path_factory.mktemp("tenants") / "keys"
+    tenants.write_text("# name = key\nacme = acme's\n\nother=other's\n")
+    args += ["--api-key", KEY, "--admin-api-key", ADMIN, "--precache-tenants", str(tenants)]
     args += ["--precache-method", "prelrshared", "--precache-team", "t1=t0:,default"]
     adapters = dict(zip(ROLES, paths, strict=True))
-    with ServerProcess(ensure_demo_model(), adapters, args, api_key="secret") as running:
+    with ServerProcess(ensure_demo_model(), adapters, args, api_key=KEY) as running:
         yield running
+
+
+def as_admin(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -> None:
+    caller = ServerProcess(ensure_demo_model(), api_key=ADMIN)
+    caller.url = server.url
+    caller.post(path, body)
 
 
 @pytest.fixture
 def clean(server: ServerProcess) -> ServerProcess:
-    server.post("/flush_cache?timeout=30")
+    as_admin(server, "/flush_cache?timeout=30")
     return server
 
 
@@ -102,11 +115,11 @@ def test_no_role_name_leads_to_another_team(clean: ServerProcess) -> None:
     assert computes_all(counts(clean, "none"))
     path = str(demo_adapters()["plan"])
     for name in LATE:
-        clean.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        as_admin(clean, "/load_lora_adapter", {"lora_name": name, "lora_path": path})
         found = counts(clean, name)  # these are in the team of `none`
         assert found["computed"] == 0 and found["shared"] > 0
         assert computes_all(counts(clean, name, extra_key=f"t0:{name}"))
-        clean.post("/unload_lora_adapter", {"lora_name": name})
+        as_admin(clean, "/unload_lora_adapter", {"lora_name": name})
         with pytest.raises(ServerError, match=r"^4"):
             counts(clean, name)
 
@@ -138,40 +151,89 @@ def test_a_list_of_prompts_has_a_tenant_for_each(clean: ServerProcess) -> None:
     assert counts(clean, "default", cache_salt="b")["computed"] == 0
 
 
-def test_with_an_api_key_alone_it_opens_everything(server: ServerProcess) -> None:
-    stranger = ServerProcess(ensure_demo_model())
-    stranger.url = server.url
-    for method, path in (
-        ("POST", "/generate"),
-        ("GET", "/v1/models"),
-        ("POST", "/load_lora_adapter"),
-        ("POST", "/unload_lora_adapter"),
-        ("POST", "/flush_cache"),
-        ("GET", "/server_info"),
-        ("GET", "/precache/state"),
+def test_each_key_of_a_tenant_opens_a_cache_of_its_own(clean: ServerProcess) -> None:
+    """Also where a caller writes what another tenant's namespace looks like."""
+
+    def as_tenant(key: str) -> ServerProcess:
+        caller = ServerProcess(ensure_demo_model(), api_key=key)
+        caller.url = clean.url
+        return caller
+
+    acme, other, nameless = (as_tenant(key) for key in ("acme's", "other's", KEY))
+    for caller in (acme, other, nameless):
+        assert computes_all(counts(caller, "t0:"))
+        assert counts(caller, "default")["computed"] == 0
+    for caller, forged in (
+        (other, {"extra_key": "acme:"}),
+        (other, {"cache_salt": "acme:"}),
+        (nameless, {"extra_key": "acme:"}),
+        (nameless, {"extra_key": "t0:acme:"}),
+        (nameless, {"extra_key": ":"}),
     ):
+        assert computes_all(counts(caller, "t0:", **forged)), forged
+    # A tenant may still separate its own users.
+    assert computes_all(counts(acme, "t0:", cache_salt="user"))
+    assert counts(acme, "default", cache_salt="user")["computed"] == 0
+    for fields in ({"n": 2}, {"prompt": [PROMPT, PROMPT]}):
+        body = {"model": "default", "prompt": PROMPT, "max_tokens": 2, **fields}
+        assert acme.post("/v1/completions", body)["usage"]["precache"]["computed"] == 0
+    # A tenant is no administrator, and a wrong key is nobody's.
+    for caller, path in ((acme, "/precache/state"), (acme, "/server_info")):
         with pytest.raises(ServerError, match=r"^401 "):
-            stranger.call(method, path)
-        stranger.get("/health")
-    assert server.state()["problems"] == []
+            caller.get(path)
+    with pytest.raises(ServerError, match=r"^401 "):
+        counts(as_tenant("nobody's"), "t0:")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("acme", "line 1"),
+        ("acme=", "line 1"),
+        ("a:b=key", "line 1"),
+        ("# keys\n\nacme=1\nacme=2", "line 4"),
+        ("acme=1\nother=1", "line 2"),
+        ("acme=api", "line 1"),
+        ("acme=admin", "line 1"),
+    ],
+)
+def test_a_bad_file_of_tenants_is_refused(text: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "tenants"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=named):
+        read_tenants(str(file), "api", "admin")
+
+
+def test_tenants_need_the_other_keys_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tenants"
+    file.write_text("acme=1")
+    for keys in ((None, "admin"), ("api", None), ("", "admin")):
+        with pytest.raises(SettingsError, match="--api-key"):
+            read_tenants(str(file), *keys)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_tenants(str(tmp_path), "api", "admin")
 
 
 # -- the namespace of the tree -------------------------------------------------
 
 _TEXT = st.text(alphabet=st.sampled_from("t01:nodefault|\x00é ("), max_size=6) | st.text(max_size=6)
+Caller = tuple[str, str, str | None, str | None]  # team, tenant, extra_key, cache_salt
 _CALLER = st.tuples(
-    st.sampled_from(["one", "two", "default"]), st.none() | _TEXT, st.none() | _TEXT
+    st.sampled_from(["one", "two", "default"]),
+    st.sampled_from(["", "a", "t0"]),
+    st.none() | _TEXT,
+    st.none() | _TEXT,
 )
 
 
-def _cache_key(method: str, teams: list[str], caller: tuple[str, str | None, str | None]) -> Any:
+def _cache_key(method: str, teams: list[str], caller: Caller) -> Any:
     """What the tree tells children of its root apart by, for one prompt."""
-    team, extra_key, salt = caller
+    team, tenant, extra_key, salt = caller
     runtime: Any = SimpleNamespace(
         method=METHODS[method], roles=SimpleNamespace(teams=dict.fromkeys(teams, ()))
     )
     state: Any = SimpleNamespace(team=team, adapter=SimpleNamespace(content=f"hash of {team}"))
-    name = Runtime.namespace(runtime, state, extra_key)
+    name = Runtime.namespace(runtime, state, namespace(tenant, extra_key))
     return RadixKey([5, 6, 7], name, cache_salt=salt).child_key(1)
 
 
@@ -179,7 +241,7 @@ def _cache_key(method: str, teams: list[str], caller: tuple[str, str | None, str
 @settings(max_examples=500, deadline=None, database=None)
 @given(callers=st.lists(_CALLER, min_size=2, max_size=6))
 def test_callers_meet_in_the_tree_only_if_they_are_the_same(
-    method: str, callers: list[tuple[str, str | None, str | None]]
+    method: str, callers: list[Caller]
 ) -> None:
     for one, other in itertools.combinations(callers, 2):
         # SGLang takes an empty text for none.
