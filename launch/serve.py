@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from precache_sglang.launch.process import DIE_WITH_PARENT
+from precache_sglang.patches import engine
 
 from precache_sglang.errors import PrecacheError
 
@@ -20,6 +21,7 @@ def serve(argv: list[str]) -> None:
         kill_itself_when_parent_died()
     load_plugins()
     _require_plugin()
+    engine.server_has_process_to_itself()
     try:
         run_server(prepare_server_args(argv))
     except PrecacheError as error:

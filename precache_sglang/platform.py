@@ -28,6 +28,13 @@ def activate() -> str | None:
     return "precache_sglang.platform.PurePyTorchCpuPlatform"
 
 
+def is_active() -> bool:
+    """Whether SGLang runs on `PurePyTorchCpuPlatform`."""
+    from sglang.srt.platforms import current_platform
+
+    return isinstance(current_platform, PurePyTorchCpuPlatform)
+
+
 class PurePyTorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Device ``cpu`` on PyTorch operators alone."""
 
