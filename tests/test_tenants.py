@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,15 +73,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def as_admin(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -> None:
-    caller = ServerProcess(ensure_demo_model(), api_key=ADMIN)
-    caller.url = server.url
-    caller.post(path, body)
+def by(server: ServerProcess, key: str) -> ServerProcess:
+    """The same server, asked with another key."""
+    caller = copy.copy(server)
+    caller.headers = server.headers | {"Authorization": f"Bearer {key}"}
+    return caller
 
 
 @pytest.fixture
 def clean(server: ServerProcess) -> ServerProcess:
-    as_admin(server, "/flush_cache?timeout=30")
+    by(server, ADMIN).post("/flush_cache?timeout=30")
     return server
 
 
@@ -115,11 +117,11 @@ def test_no_role_name_leads_to_another_team(clean: ServerProcess) -> None:
     assert computes_all(counts(clean, "none"))
     path = str(demo_adapters()["plan"])
     for name in LATE:
-        as_admin(clean, "/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        by(clean, ADMIN).post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
         # These are in the team of `none`; loaded late, they have its base and no rows yet.
         assert counts(clean, name)["computed"] == 0
         assert computes_all(counts(clean, name, extra_key=f"t0:{name}"))
-        as_admin(clean, "/unload_lora_adapter", {"lora_name": name})
+        by(clean, ADMIN).post("/unload_lora_adapter", {"lora_name": name})
         with pytest.raises(ServerError, match=r"^4"):
             counts(clean, name)
 
@@ -154,12 +156,7 @@ def test_a_list_of_prompts_has_a_tenant_for_each(clean: ServerProcess) -> None:
 def test_each_key_of_a_tenant_opens_a_cache_of_its_own(clean: ServerProcess) -> None:
     """Also where a caller writes what another tenant's namespace looks like."""
 
-    def as_tenant(key: str) -> ServerProcess:
-        caller = ServerProcess(ensure_demo_model(), api_key=key)
-        caller.url = clean.url
-        return caller
-
-    acme, other, nameless = (as_tenant(key) for key in ("acme's", "other's", KEY))
+    acme, other, nameless = (by(clean, key) for key in ("acme's", "other's", KEY))
     for caller in (acme, other, nameless):
         assert computes_all(counts(caller, "t0:"))
         assert counts(caller, "default")["computed"] == 0
@@ -182,7 +179,7 @@ def test_each_key_of_a_tenant_opens_a_cache_of_its_own(clean: ServerProcess) -> 
         with pytest.raises(ServerError, match=r"^401 "):
             caller.get(path)
     with pytest.raises(ServerError, match=r"^401 "):
-        counts(as_tenant("nobody's"), "t0:")
+        counts(by(clean, "nobody's"), "t0:")
 
 
 @pytest.mark.parametrize(
