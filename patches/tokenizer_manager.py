@@ -13,6 +13,7 @@ Gone when: SGLang refuses requests while it drains, and bounds it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from precache_sglang.patches import Patch
 
 from precache_sglang.guard import current
 from precache_sglang.streamer import INFO_KEY, PromptTokens
+
+logger = logging.getLogger(__name__)
 
 
 def around_update_request_meta_info(
@@ -47,7 +50,22 @@ async def around_sigterm_watchdog(original: Callable[..., Any], manager: Any) ->
     await original(manager)
 
 
+def before_abort_request(
+    manager: Any, rid: str = "", abort_all: bool = False, *_args: Any, **_kwargs: Any
+) -> None:
+    """The line of a request that has no end (`patches/request_logger.py`)."""
+    state = manager.rid_to_state.get(rid)
+    if current() is not None and state is not None and not state.abort_sent:
+        logger.info("request rid=%r role=%r is aborted", rid, state.obj.lora_path)
+
+
 PATCHES = [
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+        "before",
+        before_abort_request,
+        main_process_only=True,
+    ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
         "around",
