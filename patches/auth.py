@@ -1,7 +1,7 @@
 """sglang.srt.utils.auth
 
 Why: a browser that opens our page cannot send a key; the page asks for it, and holds no data.
-How: its path needs none.
+How: its two addresses need none.
 Gone when: SGLang has a level for public endpoints.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from precache_sglang.patches import Patch
 
-from precache_sglang.http import PAGE
+from precache_sglang.http import PAGE_PATHS
 
 
 def around_decide_request_auth(
     original: Callable[..., Any], *, method: str, path: str, **kwargs: Any
 ) -> Any:
-    if method in ("GET", "HEAD") and path == PAGE:
+    if method in ("GET", "HEAD") and path in PAGE_PATHS:
         from sglang.srt.utils.auth import AuthDecision
 
         return AuthDecision(allowed=True)

@@ -24,12 +24,12 @@ def before_launch_server(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from precache_sglang.http import PAGE, router
+    from precache_sglang.http import PAGE_PATHS, router
 
     for route in (*router.routes, *app.router.routes):
         # SGLang's report of its arguments has the keys in it.
         is_private = route in router.routes or getattr(route, "path", None) in _WITH_KEYS
-        if isinstance(route, APIRoute) and is_private and route.path != PAGE:
+        if isinstance(route, APIRoute) and is_private and route.path not in PAGE_PATHS:
             auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
     # Not `include_router`: what it adds, SGLang's check of keys does not look into.
     app.router.routes.extend(router.routes)

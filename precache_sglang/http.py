@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, HTTPException
 
 router = APIRouter(prefix="/precache")
-# The one path of ours that needs no key (`patches/auth.py`): a page without data.
-PAGE = "/precache"
+# What of ours needs no key (`patches/auth.py`): a page without data.
+PAGE_PATHS = ("/precache", "/precache/")
 
 
 @router.get("/state")
