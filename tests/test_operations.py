@@ -430,7 +430,7 @@ def test_a_disconnect_in_the_middle_of_neutral_work_leaves_nothing_behind(
 def test_whoever_hangs_up_ends_no_request_whose_id_begins_like_theirs(
     client: httpx.Client, server: ServerProcess
 ) -> None:
-    staying = Stream(server.url, generate("Once", tokens=150, rid="turn-12"), KEY)
+    staying = Stream(server.url, generate("Once", tokens=60, rid="turn-12"), KEY)
     leaving = Stream(server.url, generate("Twice", "action", 3000, rid="turn-1"), KEY)
     staying.wait_for(2)
     leaving.wait_for(2)
@@ -520,7 +520,7 @@ def test_sigterm_lets_streams_end_sends_new_requests_away_and_ends_with_status_0
 
     Clients keep asking, over connections that are open and over new ones, until nobody listens.
     """
-    stream = Stream(server.url, generate("Once upon a time", tokens=100), KEY)
+    stream = Stream(server.url, generate("Once upon a time", tokens=60), KEY)
     stream.wait_for(3)
     answers: list[httpx.Response | None] = []
 
@@ -554,7 +554,7 @@ def test_sigterm_lets_streams_end_sends_new_requests_away_and_ends_with_status_0
     assert stream.running
     stream.join()
     assert stream.end == "length"
-    assert stream.events[-1]["meta_info"]["completion_tokens"] == 100
+    assert stream.events[-1]["meta_info"]["completion_tokens"] == 60
     ending.join(DRAIN + 60)
     assert status == [0], server.log_tail()
     print(f"ended {time.monotonic() - started:.1f} s after SIGTERM")
