@@ -23,7 +23,6 @@ from precache_sglang.config import Settings
 from precache_sglang.tenants import Tenants, current_tenant, read_tenants
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,8 @@ def current() -> Guard | None:
     return _current
 
 
-def install(app: FastAPI, settings: Settings) -> None:
-    """Put a guard around all of `app`, SGLang's own middleware and key checks included."""
+def install(app: Any, settings: Settings) -> None:
+    """Put a guard around all of `app`, SGLang's FastAPI, with its middleware and key checks."""
     # SGLang lets pages of every origin read every answer.
     app.user_middleware = [m for m in app.user_middleware if m.cls is not CORSMiddleware]
     app.max_body_size = settings.max_body_bytes
@@ -67,7 +66,7 @@ def install(app: FastAPI, settings: Settings) -> None:
             expose_headers=["Retry-After", "X-Request-Id"],
         )
 
-    app.build_middleware_stack = build_guarded  # type: ignore[method-assign]
+    app.build_middleware_stack = build_guarded
 
 
 class Guard:
