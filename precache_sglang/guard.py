@@ -12,12 +12,16 @@ import asyncio
 import json
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from fastapi.dependencies.utils import request_body_to_args
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from precache_sglang.config import Settings
 from precache_sglang.tenants import Tenants, current_tenant, read_tenants
@@ -51,6 +55,8 @@ def install(app: Any, settings: Settings) -> None:
     # SGLang lets pages of every origin read every answer.
     app.user_middleware = [m for m in app.user_middleware if m.cls is not CORSMiddleware]
     app.max_body_size = settings.max_body_bytes
+    for kind in (AttributeError, TypeError, KeyError):
+        app.add_exception_handler(kind, _on_body_of_another_type)
     build = app.build_middleware_stack
 
     def build_guarded() -> Any:
@@ -67,6 +73,15 @@ def install(app: Any, settings: Settings) -> None:
         )
 
     app.build_middleware_stack = build_guarded
+
+
+async def _on_body_of_another_type(_request: Request, error: Exception) -> Response:
+    """Status 400 for what ends SGLang's own validators of a body, which expect objects inside."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if not any(frame.f_code is request_body_to_args.__code__ for frame, _ in frames):
+        raise error
+    text = f"The body, or a value in it, is not of the type that this route takes: {error}"
+    return JSONResponse({"detail": text}, status_code=400)
 
 
 class Guard:

@@ -248,6 +248,8 @@ def test_every_error_has_one_shape(client: httpx.Client, server: ServerProcess) 
         for text in ("{", "", "[]", "7", '{"messages": 3'):
             answer = client.post(path, content=text, headers={"Content-Type": "application/json"})
             require_error(answer, 400)
+    body = {"model": "plan", "messages": [], "response_format": "json"}
+    require_error(client.post("/v1/chat/completions", json=body), 400, "type")
     require_error(client.post("/generate", json=generate("Hi", "nobody")), UNKNOWN, "nobody")
     require_error(client.post("/generate", json=generate("Hi", tokens=-1)), 400, "max_new_tokens")
     require_error(client.get("/flush_cache?timeout=x", headers=bearer(ADMIN)), 400)
@@ -410,15 +412,17 @@ def test_a_disconnect_in_the_middle_of_neutral_work_leaves_nothing_behind(
     owed = server.state()["backlog_tokens"]
     assert owed > 1000
     # The next turn waits for the neutral pass over the first one. Its client does not.
-    body = json.dumps(generate(context + " And now?", "action", stream=True)).encode()
+    turn = generate(context + " And now?", "action", 1000, stream=True, rid="left-early")
+    body = json.dumps(turn).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head.encode() + body)
-        until(lambda: load_of(client, "num_waiting_reqs") == 1)
+        time.sleep(0.3)
         assert server.state()["backlog_tokens"] > 0
     assert client.post("/generate", json=generate("Hi")).status_code == 200
-    until(lambda: load_of(client, "num_waiting_reqs") == 0, timeout=15)
+    line = "request rid='left-early' role='action' is aborted"
+    until(lambda: line in server.log(), timeout=30)
     state = at_rest(server)
     assert state["shadow_tokens"] == 0
     # The pass went on, and what it computed is there for whoever asks.
