@@ -35,7 +35,7 @@ class ServerProcess:
     """``precache-sglang serve`` on a local port, a free one unless `port` is given.
 
     Use as a context manager. Its output goes to a temporary log whose end is part of
-    every error message.
+    every error message. `api_key` goes with every request.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         start_timeout: float = 300.0,
         port: int | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -57,6 +58,9 @@ class ServerProcess:
         self.command = command + (args or [])
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", DIE_WITH_PARENT: "1", **(env or {})}
         self.start_timeout = start_timeout
+        self.headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self.headers["Authorization"] = f"Bearer {api_key}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
         self._ended_log: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,6 +109,16 @@ class ServerProcess:
         self._ended_log = self.log()
         self._log.close()
 
+    def terminate(self, timeout: float) -> int:
+        """Send SIGTERM to the server's main process; its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: if it still runs after `timeout` seconds.
+        """
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(timeout)
+
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -139,7 +153,7 @@ class ServerProcess:
             self.url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers=self.headers,
         )
         try:
             with _OPENER.open(request, timeout=timeout) as response:
@@ -159,7 +173,7 @@ class ServerProcess:
             self.url + path,
             method="POST",
             data=json.dumps({**body, "stream": True}).encode(),
-            headers={"Content-Type": "application/json"},
+            headers=self.headers,
         )
         with _OPENER.open(request, timeout=600) as response:
             for line in response:

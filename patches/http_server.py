@@ -8,6 +8,11 @@ SGLang's, and wrap the app's middleware: what SGLang adds later (API keys) has t
 streamed /generate sends its headers before the request is normalised, so its id and its role
 (`precache_sglang.request_role`) are settled as it comes in.
 Gone when: plugins can register routers and middleware; SGLang retrieves what it lists.
+
+Why: SGLang's app lets every origin in, takes bodies of any size, and ends or hangs on SIGTERM as
+it happens; our routes are for administrators.
+How: put `precache_sglang.guard` around it.
+Gone when: SGLang has such limits.
 """
 
 from __future__ import annotations
@@ -15,21 +20,36 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from fastapi.routing import APIRoute
 from precache_sglang.patches import Patch
 
+from precache_sglang.config import Settings
+from precache_sglang.guard import install
 from precache_sglang.hints import HintsMiddleware, adopt_request_id
 from precache_sglang.request_role import settle
 
+_WITH_KEYS = ("/server_info", "/get_server_info")
 
-def before_launch_server(*_args: Any, **_kwargs: Any) -> None:
+
+def before_launch_server(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from precache_sglang.http import models, router
+    from precache_sglang.http import PAGE_PATHS, models, router
 
-    app.include_router(router)
+    for route in (*router.routes, *app.router.routes):
+        # SGLang's report of its arguments has the keys in it.
+        is_private = route in router.routes or getattr(route, "path", None) in _WITH_KEYS
+        if isinstance(route, APIRoute) and is_private and route.path not in PAGE_PATHS:
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
+    # Not `include_router`: what it adds, SGLang's check of keys does not look into.
+    app.router.routes.extend(router.routes)
+    settings = Settings.of(server_args)
+    if settings is not None and settings.policy is not None:
+        install(app, settings)
+    app.router.routes[:0] = models.routes
     build: Callable[[], Any] = app.build_middleware_stack
     app.build_middleware_stack = lambda: HintsMiddleware(build(), _in_flight, _refuse)
-    app.router.routes[:0] = models.routes
 
 
 async def around_serve_generate_request(

@@ -6,6 +6,10 @@ What a caller says in headers (`precache_sglang.hints`) has to reach the schedul
 How: check the shape once SGLang has counted the prompts; put hints into the fields that SGLang
 passes on, before it fills in an id. SGLang turns a `ValueError` into status 400.
 Gone when: SGLang checks that there is one adapter for each prompt, and passes on unknown fields.
+
+Why: a tenant's requests must not meet another's in the cache.
+How: its name goes in front of the ``extra_key`` of each prompt.
+Gone when: SGLang has an API key for each tenant, and namespaces by it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from precache_sglang.patches import Patch
 
 from precache_sglang.config import Settings
 from precache_sglang.hints import adopt_request_id, put_into_params
+from precache_sglang.tenants import current_tenant, namespace
 
 
 def before_normalize(request: Any) -> None:
@@ -27,7 +32,17 @@ def after_normalize(_result: None, request: Any) -> None:
     from sglang.srt.runtime_context import get_server_args
 
     settings = Settings.of(get_server_args())
-    if settings is None or settings.policy is None or request.lora_path is None:
+    if settings is None or settings.policy is None:
+        return
+    tenant = current_tenant.get()
+    if tenant is not None:
+        if request.is_single:
+            request.extra_key = namespace(tenant, request.extra_key)
+        else:
+            count = request.batch_size * request.parallel_sample_num
+            keys = request.extra_key or [None] * count
+            request.extra_key = [namespace(tenant, key) for key in keys]
+    if request.lora_path is None:
         return
     paths = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
     if "" in paths:

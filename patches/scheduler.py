@@ -62,25 +62,6 @@ def _take_hints(req: Req) -> None:
     req.precache.explain = bool(params.get(EXPLAIN))
 
 
-def around_abort_request(
-    original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
-) -> None:
-    if recv_req.abort_all:
-        return original(scheduler, recv_req)
-    reqs = {*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()}
-    reqs.update(scheduler.grammar_manager.grammar_queue)
-    if scheduler.chunked_req is not None:
-        reqs.add(scheduler.chunked_req)
-    ids = {req: req.rid for req in reqs if req.rid != recv_req.rid}
-    for req in ids:
-        req.rid = ""
-    try:
-        original(scheduler, recv_req)
-    finally:
-        for req, rid in ids.items():
-            req.rid = rid
-
-
 def around_get_next_batch_to_run(
     original: Callable[..., NextBatchPlan],
     scheduler: Scheduler,
@@ -122,6 +103,25 @@ def around_process_batch_result(
         runtime.by_role.note_tokens(reqs)
 
 
+def around_abort_request(
+    original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
+) -> None:
+    if current() is None or recv_req.abort_all:
+        return original(scheduler, recv_req)
+    reqs = {*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()}
+    reqs.update(scheduler.grammar_manager.grammar_queue)
+    if scheduler.chunked_req is not None:
+        reqs.add(scheduler.chunked_req)
+    others = [r for r in reqs if r.rid != recv_req.rid and r.rid.startswith(recv_req.rid)]
+    for req in others:
+        req.rid = "\0" + req.rid  # nothing is sent by that name: it is ours again below
+    try:
+        return original(scheduler, recv_req)
+    finally:
+        for req in others:
+            req.rid = req.rid[1:]
+
+
 def around_flush_cache(
     original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> bool:
@@ -155,9 +155,9 @@ def after_get_output_streamer_class(cls: type, _scheduler: Scheduler) -> type | 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 PATCHES = [
     Patch(f"{_SCHEDULER}._create_generation_req", "around", around_create_generation_req),
-    Patch(f"{_SCHEDULER}.abort_request", "around", around_abort_request),
     Patch(f"{_SCHEDULER}.get_next_batch_to_run", "around", around_get_next_batch_to_run),
     Patch(f"{_SCHEDULER}.process_batch_result", "around", around_process_batch_result),
+    Patch(f"{_SCHEDULER}.abort_request", "around", around_abort_request),
     Patch(f"{_SCHEDULER}.flush_cache", "around", around_flush_cache),
     Patch(f"{_SCHEDULER}.get_internal_state", "around", around_get_internal_state),
     Patch(f"{_SCHEDULER}.get_prefill_adder_class", "after", after_get_prefill_adder_class),

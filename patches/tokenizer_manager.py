@@ -8,19 +8,27 @@ How: take our fields out before SGLang joins the rest, and decode, see also `ope
 adapter where every request comes in, see `precache_sglang.request_role`.
 Gone when: request-level extra fields reach ``meta_info`` as they are; SGLang resolves the names
 that it lists, on every route.
+
+Why: after SIGTERM, SGLang takes new requests until it happens to find none running; one that
+arrives after that is never answered, and the process never ends.
+How: drain first, in bounded time (`precache_sglang.guard`); SGLang then finds none.
+Gone when: SGLang refuses requests while it drains, and bounds it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from precache_sglang.patches import Patch
 
+from precache_sglang.guard import current
 from precache_sglang.request_role import apply
 from precache_sglang.streamer import INFO_KEY, MATCH_KEY, PromptTokens
 
 _OURS = (INFO_KEY, MATCH_KEY)
+logger = logging.getLogger(__name__)
 
 
 def before_generate_request(_manager: Any, obj: Any, request: Any = None) -> None:
@@ -56,11 +64,39 @@ def _decode(match: dict[str, Any], tokenizer: Any) -> None:
         shown["text"] = None if tokenizer is None else tokenizer.decode(shown["tokens"])
 
 
+async def around_sigterm_watchdog(original: Callable[..., Any], manager: Any) -> None:
+    guard = current()
+    if guard is not None:
+        await guard.drain(manager)
+    await original(manager)
+
+
+def before_abort_request(
+    manager: Any, rid: str = "", abort_all: bool = False, *_args: Any, **_kwargs: Any
+) -> None:
+    """The line of a request that has no end (`patches/request_logger.py`)."""
+    state = manager.rid_to_state.get(rid)
+    if current() is not None and state is not None and not state.abort_sent:
+        logger.info("request rid=%r role=%r is aborted", rid, state.obj.lora_path)
+
+
 PATCHES = [
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "before",
         before_generate_request,
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+        "before",
+        before_abort_request,
+        main_process_only=True,
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
+        "around",
+        around_sigterm_watchdog,
+        main_process_only=True,
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",

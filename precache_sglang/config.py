@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 KERNELS = ("auto", "torch", "triton")
 _Number = TypeVar("_Number", int, float)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _RECORD = "_precache_settings"  # ServerArgs keeps underscore attributes when pickled
 
 
@@ -39,6 +42,11 @@ class Settings:
         kernels: Which implementation of attention; ``auto`` is ``triton`` on a GPU.
         cuda_graph: Capture decode steps in CUDA graphs.
         metrics_roles: How many role names metrics list; the rest is counted as one.
+        cors_origins: Origins whose pages may read answers; ``*`` for all.
+        max_body_bytes: Size of the largest request body.
+        drain_timeout_s: How long running requests may go on after SIGTERM.
+        tenants: Name of a file with an API key for each tenant; None: ``--api-key`` is
+            everybody's.
     """
 
     method: str | None = None
@@ -50,6 +58,10 @@ class Settings:
     kernels: str = "auto"
     cuda_graph: bool = False
     metrics_roles: int = 32
+    cors_origins: list[str] = field(default_factory=list)
+    max_body_bytes: int = 64 << 20
+    drain_timeout_s: float = 20.0
+    tenants: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in (None, OFF, *METHODS):
@@ -87,6 +99,22 @@ class Settings:
                 f"--precache-metrics-roles {self.metrics_roles} is negative; give the number of "
                 "role names that metrics list, 0 to count all roles as one."
             )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise SettingsError(
+                    f"--precache-cors-origins {origin!r} is no origin; give scheme, host and port "
+                    "as browsers send them, for example https://console.example.com, or '*'."
+                )
+        if self.max_body_bytes < 1:
+            raise SettingsError(
+                f"--precache-max-body-bytes {self.max_body_bytes} lets no request in; give a "
+                "positive number."
+            )
+        if not 0 <= self.drain_timeout_s < math.inf:
+            raise SettingsError(
+                f"--precache-drain-timeout {self.drain_timeout_s} is no time; give seconds, 0 to "
+                "cut running requests off at once."
+            )
         seen: dict[str, str] = {}
         for team, roles in self.teams.items():
             for role in roles:
@@ -120,6 +148,9 @@ class Settings:
         wait = _optional(int, "--precache-max-neutral-wait", value("max_neutral_wait"))
         fraction = _optional(float, "--precache-own-base-fraction", value("own_base_fraction"))
         metrics_roles = _optional(int, "--precache-metrics-roles", value("metrics_roles"))
+        body = _optional(int, "--precache-max-body-bytes", value("max_body_bytes"))
+        drain = _optional(float, "--precache-drain-timeout", value("drain_timeout"))
+        origins = value("cors_origins") or []
         return cls(
             method=value("method"),
             schedule=value("schedule") or cls.schedule,
@@ -130,6 +161,10 @@ class Settings:
             kernels=value("kernels") or cls.kernels,
             cuda_graph=_flag("--precache-cuda-graph", value("cuda_graph")),
             metrics_roles=cls.metrics_roles if metrics_roles is None else metrics_roles,
+            cors_origins=origins.split() if isinstance(origins, str) else list(origins),
+            max_body_bytes=cls.max_body_bytes if body is None else body,
+            drain_timeout_s=cls.drain_timeout_s if drain is None else drain,
+            tenants=value("tenants"),
         )
 
     # -- travelling with SGLang's own record ---------------------------------
@@ -252,4 +287,30 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="How many role names metrics and GET /precache/state list, the first ones loaded; "
         f"the rest is counted under 'other'. Default: {Settings.metrics_roles}.",
+    )
+    group.add_argument(
+        "--precache-cors-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="Origins whose pages may read answers (scheme://host:port, or '*'). Default: none.",
+    )
+    group.add_argument(
+        "--precache-max-body-bytes",
+        type=int,
+        metavar="N",
+        help="Largest request body; above it the answer is 413. "
+        f"Default: {Settings.max_body_bytes}.",
+    )
+    group.add_argument(
+        "--precache-drain-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="After SIGTERM, how long running requests may go on; new ones get 503. "
+        f"Default: {Settings.drain_timeout_s:g}.",
+    )
+    group.add_argument(
+        "--precache-tenants",
+        metavar="FILE",
+        help="File with lines NAME=KEY: API keys beside --api-key, each of a tenant whose requests "
+        "share with no other tenant's.",
     )

@@ -16,6 +16,7 @@ from precache_sglang.config import Settings
 from precache_sglang.errors import SettingsError, UnsupportedError
 from precache_sglang.methods import DEFAULT_METHOD, OFF
 from precache_sglang.plugin import require_patches
+from precache_sglang.tenants import read_tenants
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -102,8 +103,11 @@ def check_and_select(server_args: ServerArgs, previous: Callable[[ServerArgs], N
         settings = replace(settings, method=DEFAULT_METHOD if serves_adapters else OFF)
     settings.attach(server_args)
     if settings.policy is None:
+        refuse_server_flags(settings)
         return
     require_patches()
+    if settings.tenants is not None:
+        read_tenants(settings.tenants, config.api_key, config.admin_api_key)
     if config.page_size not in (None, 1) and _given(server_args, "page_size") in (None, 1):
         # Chosen for the attention backend that SGLang would have taken here.
         declare_resolution(server_args, _SOURCE, page_size=1)
@@ -168,6 +172,22 @@ def _graph_config(settings: Settings, config: Any) -> CudaGraphConfig:
             "--disable-cuda-graph and --cuda-graph-backend-decode disabled."
         )
     return with_phase(graphs, Phase.DECODE, backend=Backend.FULL)
+
+
+def refuse_server_flags(settings: Settings) -> None:
+    """Raise `SettingsError` if SGLang's server, which is left as it is, is to be limited."""
+    for flag, name in (
+        ("--precache-cors-origins", "cors_origins"),
+        ("--precache-max-body-bytes", "max_body_bytes"),
+        ("--precache-drain-timeout", "drain_timeout_s"),
+        ("--precache-tenants", "tenants"),
+    ):
+        value = getattr(settings, name)
+        if value != getattr(Settings(), name):
+            raise SettingsError(
+                f"{flag} {value} has no effect with --precache-method off, which leaves SGLang's "
+                "server as it is; leave it out."
+            )
 
 
 def refuse_unsupported(config: Any) -> None:
