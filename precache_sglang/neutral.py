@@ -380,8 +380,8 @@ class NeutralScheduler:
         """Waiting requests that extend the backlog, and the job the first one needs first."""
         keys = [(req, _key_of(req, _tokens_of(req))) for req in self.scheduler.waiting_queue]
         for req, key in keys:
-            for job in [job for job in self.backlog.jobs if job.blocks(key)]:
-                self.backlog.catch_up(job)
+            for held in [job for job in self.backlog.jobs if job.blocks(key)]:
+                self.backlog.catch_up(held)
             blocking = self.backlog.blocking(key, state_of(req))
             if blocking and self._loses_patience(req, key, blocking):
                 state_of(req).impatient = True

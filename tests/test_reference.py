@@ -262,9 +262,21 @@ class Expected:
         self.method = method
         self.kv: dict[str, Rows] = {}  # stored k_proj and v_proj rows, before RoPE
         self.x: dict[str, Rows] = {}  # role -> the input its LR rows were made from
+        self.own: dict[str, Rows] = {}  # as `kv`, from the passes of those who fed the tokens
+        self.feeders: list[str | None] = []
+
+    def read_by(self, role: str | None) -> dict[str, Rows]:
+        """The stored rows as `role` reads them."""
+        if self.method != "rebaseown":
+            return self.kv
+        is_own = torch.tensor([feeder == role for feeder in self.feeders])[:, None]
+        return {
+            name: [torch.where(is_own, a, b) for a, b in zip(self.own[name], rows, strict=True)]
+            for name, rows in self.kv.items()
+        }
 
     def turn(self, role: str | None, tokens: list[int]) -> Tensor:
-        oracle, kv = self.oracle, self.kv
+        oracle, kv = self.oracle, self.read_by(role)
         known = len(kv["k_proj"][0]) if kv else 0
         if not kv:
             seen = oracle.run(role, tokens)
@@ -279,9 +291,13 @@ class Expected:
             seen = oracle.run(role, tokens, full=merged)
 
         writer = seen
-        if self.method == "rebaseshared":
+        if METHODS[self.method].neutral_base:
             writer = oracle.run(None, tokens)
-        self.kv = _extended(kv, writer.full if self.method == "fullshared" else writer.base, known)
+        self.own = _extended(self.own, seen.base, known)
+        self.feeders += [role] * (len(tokens) - known)
+        self.kv = _extended(
+            self.kv, writer.full if self.method == "fullshared" else writer.base, known
+        )
         for name in ROLES:
             source = seen if name == role else writer
             self.x[name] = _appended(self.x.get(name), source.x, known)

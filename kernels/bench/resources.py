@@ -96,7 +96,7 @@ def _all_builds(archs: list[int]) -> Iterator[tuple[Build, Any, dict[str, Any]]]
                 "WINDOW": False,
                 "NEOX": True,
             }
-            config = lr_extend.extend_config(head_dim, block_r, "k" in rows, dtype)
+            config = lr_extend.extend_config(head_dim, block_r, rows != "none", "k" in rows, dtype)
             yield (
                 Build("extend", arch, name, head_dim, width, rows),
                 lr_extend._extend,

@@ -117,7 +117,7 @@ def decode_config(
     return {
         "BLOCK_M": max(16, triton.next_power_of_2(group)),
         "BLOCK_N": 32 if wide else 64,
-        "num_warps": 4,
+        "num_warps": 8 if has_keys else 4,
         "num_stages": 2,
     }
 

@@ -55,7 +55,9 @@ def lr_extend(
     num_requests, num_heads = inputs.seq_lens.shape[0], q.shape[1]
     if not q.shape[0]:
         return
-    config = extend_config(q.shape[2], inputs.block_r, inputs.rows_k is not None, q.dtype)
+    config = extend_config(
+        q.shape[2], inputs.block_r, inputs.has_rows, inputs.rows_k is not None, q.dtype
+    )
     grid = (triton.cdiv(max_new_tokens, config["BLOCK_M"]), num_heads, num_requests)
     _extend[grid](
         q,
@@ -73,14 +75,17 @@ def lr_extend(
 
 
 def extend_config(
-    head_dim: int, block_r: int, has_keys: bool, dtype: torch.dtype
+    head_dim: int, block_r: int, has_rows: bool, has_keys: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Tile sizes and launch settings; chosen so that nothing spills at head sizes 64 and 128."""
     wide = head_dim > 128 or dtype == torch.float32
+    block_m = 64 if wide or (has_rows and block_r > 32) else 128
+    if has_keys and block_r > 32 and head_dim > 64:
+        block_m = 32
     return {
-        "BLOCK_M": 64 if wide else 128,
-        "BLOCK_N": 32 if wide or block_r > 32 or has_keys else 64,
-        "num_warps": 8 if head_dim > 64 else 4,
+        "BLOCK_M": block_m,
+        "BLOCK_N": 32 if wide or has_rows else 64,
+        "num_warps": 8 if has_rows or head_dim > 64 else 4,
         "num_stages": 2,
     }
 

@@ -64,6 +64,10 @@ class AttentionInputs:
         # Tensor cores multiply no less than 16 columns; what lies beyond a rank is masked.
         return max(16, triton.next_power_of_2(self.width))
 
+    @property
+    def has_rows(self) -> bool:
+        return self.rows_k is not None or self.rows_v is not None
+
     def check(self, q: torch.Tensor, out: torch.Tensor) -> None:
         """Raises ValueError where a kernel would compute something else."""
         head_dim = q.shape[2]

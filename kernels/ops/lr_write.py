@@ -76,7 +76,7 @@ def write_config(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "BLOCK_T": 32,
         "BLOCK_H": 64 if dtype == torch.float32 else 128,
-        "num_warps": 4,
+        "num_warps": 8,
         "num_stages": 3,
     }
 

@@ -31,7 +31,7 @@ WRONG = (
 )
 
 
-@sgl.function
+@sgl.function  # type: ignore[untyped-decorator]
 def solve(s: Any, prompt: str, observations: list[str], num_answers: int = 2) -> list[str]:
     """Answer a question.
 
