@@ -229,6 +229,7 @@ def _cache_key(method: str, teams: list[str], caller: Caller) -> Any:
     runtime: Any = SimpleNamespace(
         method=METHODS[method], roles=SimpleNamespace(teams=dict.fromkeys(teams, ()))
     )
+    runtime._team_names_in_order = lambda: Runtime._team_names_in_order(runtime)
     state: Any = SimpleNamespace(team=team, adapter=SimpleNamespace(content=f"hash of {team}"))
     name = Runtime.namespace(runtime, state, namespace(tenant, extra_key))
     return RadixKey([5, 6, 7], name, cache_salt=salt).child_key(1)
