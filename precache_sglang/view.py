@@ -137,10 +137,11 @@ def _pools(runtime: Runtime) -> dict[str, dict[str, int]]:
     used = allocator.size - allocator.available_size()
     base = {
         "size": allocator.size,
-        "cached": tree.num_tokens - tree.provisional_tokens,
+        "cached": tree.num_tokens - tree.provisional_tokens - tree.owed_tokens,
         "provisional": tree.provisional_tokens,
-        "owed": owed,
-        "running": used - tree.num_tokens - owed,
+        "own": tree.own_size(),
+        "owed": owed + tree.owed_tokens,
+        "running": used - tree.num_tokens - tree.own_size() - owed,
     }
     if pool is None:
         return {"base": base}
@@ -198,7 +199,7 @@ def _nodes(runtime: Runtime, names: _Names) -> Iterator[dict[str, Any]]:
 def _base_kind(runtime: Runtime, node: TreeNode) -> str:
     """What the node's slots of the KV pool hold."""
     if node.provisional:
-        return "provisional"
+        return "adapted" if node.exact else "provisional"
     if not runtime.method.base_kv:
         return "full"
     return "neutral" if runtime.method.neutral_base or not node.feeder else "adapted"

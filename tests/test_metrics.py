@@ -108,6 +108,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         ("baselrshared", {"adapted"}, 3),
         ("prelrshared", {"adapted"}, 3),
         ("rebaseshared", {"neutral"}, 3),
+        ("rebaseown", {"neutral"}, 3),
     ],
 )
 def test_a_view_says_what_each_method_caches(
