@@ -174,10 +174,13 @@ def test_a_role_switch_reads_the_earlier_context_as_shared(case: Case) -> None:
     assert trajectory.difference < TOLERANCE
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_openai_clients_choose_roles(case: Case, is_async: bool) -> None:
+def test_openai_clients_choose_roles(case: Case) -> None:
     """Every endpoint under every method; `test_agent_clients` goes into them."""
-    ask = BothClients(f"{case.server.url}/v1", is_async)
+    for is_async in (False, True):
+        choose_roles(case, BothClients(f"{case.server.url}/v1", is_async))
+
+
+def choose_roles(case: Case, ask: BothClients) -> None:
     served, *roles = (model.id for model in ask(lambda client: client.models.list()).data)
     first, second = case.roles(next(iter(case.sets)))[:2]
     assert {first, second} <= set(roles)
