@@ -425,6 +425,8 @@ class NeutralScheduler:
 
     def _build_first(self, owed: Sequence[NeutralJob | Rebase]) -> ScheduleBatch | None:
         """The next piece of the first of `owed` that can go on; None without a free row."""
+        if self.scheduler.req_to_token_pool.available_size() == 0:
+            return None  # before anything is taken for the piece
         for work in owed:
             if isinstance(work, Rebase):
                 end = self.backlog.prepare(work, self._own_piece)
@@ -436,11 +438,9 @@ class NeutralScheduler:
                     return self._batch_of(work, work.done + self._own_piece(work.done, work.end))
         return None
 
-    def _batch_of(self, job: NeutralJob | Rebase, end: int) -> ScheduleBatch | None:
+    def _batch_of(self, job: NeutralJob | Rebase, end: int) -> ScheduleBatch:
         """A batch of one internal request that computes the neutral tokens up to `end`."""
         scheduler = self.scheduler
-        if scheduler.req_to_token_pool.available_size() == 0:
-            return None
         req = Req(
             f"precache-neutral-{next(self._serial)}",
             "",

@@ -1446,6 +1446,19 @@ def test_a_rebase_does_not_disturb_the_writer_that_reads_the_turn(
     engine.check_idle()
 
 
+def test_a_rebase_without_a_free_row_takes_no_slots(make: Callable[..., Engine]) -> None:
+    engine = own_turn(make, num_requests=1)
+    req = engine.start("plan", TEXT[:15])
+    engine.extend(req)
+    for _ in range(2):
+        assert not engine.neutral_step(), "the only row of the request table is taken"
+        engine.check()
+    engine.finish(req)
+    engine.drain()
+    assert engine.runtime.backlog.tokens() == 0
+    engine.check_idle()
+
+
 def test_unloading_a_role_drops_its_own_base(make: Callable[..., Engine]) -> None:
     engine = own_turn(make)
     engine.drain()
@@ -1690,6 +1703,7 @@ def test_no_slot_is_lost_or_shared_whatever_happens(
         method,
         base_slots=90,
         lr_slots=120,
+        num_requests=6,  # none is left for a neutral pass when all users are there
         piece=6,
         schedule=schedule,
         max_neutral_wait_ms=wait,
