@@ -8,26 +8,15 @@ Gone when: SGLang resolves the names that it lists, and refuses others.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
-
 from precache_sglang.patches import Patch
 
-from precache_sglang.request_role import settle
-
-
-async def around_handle(
-    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
-) -> Any:
-    await settle(raw_request, serving.tokenizer_manager)
-    return await original(serving, request, raw_request)
-
+from precache_sglang.request_role import around_route
 
 PATCHES = [
     Patch(
         f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{handler}",
         "around",
-        around_handle,
+        around_route,
         main_process_only=True,
     )
     for handler in ("handle_chat", "handle_generate")

@@ -8,26 +8,15 @@ Gone when: SGLang resolves the names that it lists, and refuses others.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
-
 from precache_sglang.patches import Patch
 
-from precache_sglang.request_role import settle
-
-
-async def around_handle_request(
-    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
-) -> Any:
-    await settle(raw_request, serving.tokenizer_manager)
-    return await original(serving, request, raw_request)
-
+from precache_sglang.request_role import around_route
 
 PATCHES = [
     Patch(
         "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
         "around",
-        around_handle_request,
+        around_route,
         main_process_only=True,
     ),
 ]

@@ -444,12 +444,11 @@ class Backlog:
             if rebase.replaces:
                 node.value = rebase.slots[first - rebase.done : position - rebase.done].clone()
             tree.make_neutral(node)
+            nothing = adapted[:0]
             if rebase.replaces and node.exact:
                 tree.keep_own(node, adapted)
-                adapted = adapted[:0]
-            elif not rebase.replaces:
-                adapted = adapted[:0]
-            tree.retire(node, adapted, torch.cat([adapted[:0], *old]))
+            replaced = adapted if rebase.replaces and not node.exact else nothing
+            tree.retire(node, replaced, torch.cat([nothing, *old]))
         for key, owned in rows.items():
             # A role reads rows of its own turn from that turn or from a replay, never from here.
             tree.give_rows(path, key, owned, end, fits=_fed_by_others(key))

@@ -7,7 +7,7 @@ any text behind a colon is an adapter and any other name is the model without on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
@@ -108,6 +108,14 @@ async def settle(request: Request, manager: TokenizerManager, body: Any = None) 
         headers,
     )
     setattr(request.state, _STATE, role)
+
+
+async def around_route(
+    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Request
+) -> Any:
+    """Around the method of one of SGLang's serving classes that answers a route."""
+    await settle(raw_request, serving.tokenizer_manager)
+    return await original(serving, request, raw_request)
 
 
 def apply(request: Request | None, engine_request: Any) -> None:
