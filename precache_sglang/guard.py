@@ -90,7 +90,6 @@ class Guard:
     def __init__(self, app: App, settings: Settings) -> None:
         self.app = app
         self.settings = settings
-        self.draining = False
         self.tenants: Tenants | None = None
         if settings.tenants is not None:
             from sglang.srt.runtime_context import get_serving
@@ -98,6 +97,11 @@ class Guard:
             serving = get_serving()
             self.tenants = read_tenants(settings.tenants, serving.api_key, serving.admin_api_key)
         self._open: set[asyncio.Task[Any]] = set()  # of requests without their full answer
+
+    @property
+    def draining(self) -> bool:
+        """Whether SIGTERM came; from the moment on that ``/health`` says so."""
+        return _tokenizer_manager().gracefully_exit
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -152,7 +156,6 @@ class Guard:
         """
         while not manager.gracefully_exit:
             await asyncio.sleep(0.05)
-        self.draining = True
         limit = self.settings.drain_timeout_s
         logger.info("Draining: %d requests have %g s to end.", len(self._open), limit)
         if not await self._ended(manager, limit):
