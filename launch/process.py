@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from precache_sglang.launch.template import Forked, template_for
+
 # Set for a server that must not outlive the process that started it.
 DIE_WITH_PARENT = "PRECACHE_DIE_WITH_PARENT"
 
@@ -35,7 +37,8 @@ class ServerProcess:
     """``precache-sglang serve`` on a local port, a free one unless `port` is given.
 
     Use as a context manager. Its output goes to a temporary log whose end is part of
-    every error message. `api_key` goes with every request.
+    every error message. `api_key` goes with every request. Without `own_command` it is
+    SGLang's ``python -m sglang.launch_server``, which our plugin has to find its way into.
     """
 
     def __init__(
@@ -47,15 +50,16 @@ class ServerProcess:
         start_timeout: float = 300.0,
         port: int | None = None,
         api_key: str | None = None,
+        own_command: bool = True,
     ) -> None:
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "precache_sglang.launch.cli", "serve"]
-        command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
+        flags = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
         if adapters:
-            command += ["--enable-lora", "--lora-paths"]
-            command += [f"{role}={path}" for role, path in adapters.items()]
-        self.command = command + (args or [])
+            flags += ["--enable-lora", "--lora-paths"]
+            flags += [f"{role}={path}" for role, path in adapters.items()]
+        self.flags = flags + (args or [])
+        self.own_command = own_command
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", DIE_WITH_PARENT: "1", **(env or {})}
         self.start_timeout = start_timeout
         self.headers = {"Content-Type": "application/json"}
@@ -63,7 +67,7 @@ class ServerProcess:
             self.headers["Authorization"] = f"Bearer {api_key}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
         self._ended_log: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -73,15 +77,7 @@ class ServerProcess:
         self.stop()
 
     def start(self) -> None:
-        # A session of its own: stopping ends SGLang's children too, and nothing else.
-        self._process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=self.env,
-            start_new_session=True,
-        )
+        self._process = self._launch()
         deadline = time.monotonic() + self.start_timeout
         while time.monotonic() < deadline:
             status = self._process.poll()
@@ -98,6 +94,22 @@ class ServerProcess:
             time.sleep(0.2)
         self.stop()
         raise ServerError(f"No server after {self.start_timeout:.0f} s:\n{self.log_tail()}")
+
+    def _launch(self) -> subprocess.Popen[bytes] | Forked:
+        # Either way in a session of its own: to stop it is to end SGLang's children, too.
+        if self.own_command and (template := template_for(self.env)):
+            return template.start(["serve", *self.flags], self._log.fileno())
+        module = ["precache_sglang.launch.cli", "serve"]
+        if not self.own_command:
+            module = ["sglang.launch_server"]
+        return subprocess.Popen(
+            [sys.executable, "-m", *module, *self.flags],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=self.env,
+            start_new_session=True,
+        )
 
     def stop(self) -> None:
         process, self._process = self._process, None

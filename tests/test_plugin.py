@@ -139,11 +139,6 @@ def test_a_missing_hook_ends_the_start_with_its_name(
     assert target in result.stderr.strip().splitlines()[-1]
 
 
-def use_sglangs_command(server: ServerProcess) -> None:
-    at = server.command.index("precache_sglang.launch.cli")
-    server.command[at : at + 2] = ["sglang.launch_server"]
-
-
 def test_a_hook_missing_in_the_scheduler_process_alone_ends_the_server(
     model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -159,8 +154,9 @@ def test_a_hook_missing_in_the_scheduler_process_alone_ends_the_server(
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thief\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nthief = thief:install\n")
-    server = ServerProcess(model, adapters, SMALL, env={"PYTHONPATH": str(tmp_path)})
-    use_sglangs_command(server)  # which spawns its processes: each looks for plugins
+    # SGLang's command spawns its processes: each looks for plugins.
+    env = {"PYTHONPATH": str(tmp_path)}
+    server = ServerProcess(model, adapters, SMALL, env, own_command=False)
     with pytest.raises(ServerError, match="The server ended with status"), server:
         pass
     assert "ScheduleBatch.check_decode_mem" in server.log()
@@ -218,9 +214,7 @@ def test_adapters_decide_what_the_method_is_when_none_is_given(
 @pytest.fixture(scope="module")
 def launch_server(model: Path, adapters: dict[str, Path]) -> Iterator[ServerProcess]:
     """SGLang's own command, with nothing of ours on it."""
-    server = ServerProcess(model, adapters, SMALL)
-    use_sglangs_command(server)
-    with server:
+    with ServerProcess(model, adapters, SMALL, own_command=False) as server:
         yield server
 
 
