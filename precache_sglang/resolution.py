@@ -149,7 +149,7 @@ def _graph_config(settings: Settings, config: Any) -> CudaGraphConfig:
 
     graphs = with_phase(config.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
     if not settings.cuda_graph:
-        if graphs.decode.backend != Backend.DISABLED:
+        if config.device == "cuda" and graphs.decode.backend != Backend.DISABLED:
             logger.info(
                 "precache: CUDA graphs are off: decode steps in graphs have not been validated "
                 "on a GPU; --precache-cuda-graph turns them on."
