@@ -69,11 +69,15 @@ def fidelity(args: argparse.Namespace) -> dict[str, Any]:
     )
     encode = encoder(model)
     compared = [BASELINE, *(variant for variant in args.variants if variant != BASELINE)]
+    longest = max(len(encode(trajectory.text)) for trajectory in trajectories)
+    # Room for one trajectory under every role, not for all memory.
+    num_tokens = (longest + 512) * (len(adapters) + 1)
     found: dict[str, list[Prediction]] = {}
     for variant in compared:
         print(f"[{variant}] starting the server", flush=True)
         flags = [*variant.flags(), "--dtype", args.dtype, "--log-level", "warning"]
         flags += ["--max-loras-per-batch", str(len(adapters) + 1)]
+        flags += ["--max-total-tokens", str(num_tokens)]
         with ServerProcess(model, adapters, flags + args.server_args) as server:
             baseline = found.get(str(BASELINE))
             found[str(variant)] = predictions(server, trajectories, encode, args.top, baseline)

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Mapping
 
 _PR_SET_PDEATHSIG = 1
-_MAX_TEMPLATES = 3  # half a GiB each
+_MAX_TEMPLATES = 3  # 1.2 GiB each, half of it files that all processes map
 _lock = threading.Lock()
 _templates: dict[frozenset[tuple[str, str]], Template | None] = {}  # the latest used last
 

@@ -24,7 +24,7 @@ from fastapi.routing import APIRoute
 from precache_sglang.patches import Patch
 
 from precache_sglang.config import Settings
-from precache_sglang.guard import install
+from precache_sglang.guard import current, error_body, install
 from precache_sglang.hints import HintsMiddleware, adopt_request_id
 from precache_sglang.request_role import settle
 
@@ -70,11 +70,19 @@ def _in_flight() -> Iterable[str]:
 
 
 async def _refuse(scope: Any, text: str) -> Any:
-    """SGLang's own answer with status 400, in the shape that the path has for it."""
-    from fastapi import HTTPException, Request
+    """SGLang's own answer with status 400, in the shape that the path has for it.
+
+    The guard lies inside of what refuses here, so that its `error` object is added here, too.
+    """
+    from fastapi import HTTPException, Request, Response
     from sglang.srt.entrypoints.http_server import app
 
-    return await app.exception_handlers[HTTPException](Request(scope), HTTPException(400, text))
+    handler: Any = app.exception_handlers[HTTPException]
+    answer = await handler(Request(scope), HTTPException(400, text))
+    if current() is None:
+        return answer
+    body = error_body(400, scope["path"], answer.body)
+    return Response(body, 400, media_type="application/json")
 
 
 _SERVER = "sglang.srt.entrypoints.http_server"

@@ -212,7 +212,10 @@ def put_into_params(request: GenerateReqInput) -> None:
 def _with_hints(params: dict[str, Any], hints: Hints) -> dict[str, Any]:
     custom = params.get("custom_params")
     if custom is not None and not isinstance(custom, dict):
-        return params  # SGLang refuses it
+        # SGLang passes on what it is, and what reads it in the scheduler expects fields.
+        raise ValueError(
+            f"custom_params {custom!r:.100} is not an object; send one, or leave it out."
+        )
     custom = custom or {}
     ours: dict[str, Any] = {}
     if custom.get(TRAJECTORY) is not None:

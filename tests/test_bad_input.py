@@ -6,6 +6,7 @@ one runs at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
@@ -19,6 +20,7 @@ import pytest
 from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerError, ServerProcess
 from safetensors.torch import load_file, save_file
+from sglang.srt.sampling.sampling_params import SamplingParams
 from tiny import make_adapter
 from torch import Tensor
 
@@ -256,6 +258,22 @@ def test_a_bad_request_is_refused_by_name(
     text = refused(server, "/generate", request(**change))
     for part in named:
         assert part in text
+
+
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
+def test_no_type_of_a_sampling_parameter_ends_the_server(
+    field: str, running: ServerProcess
+) -> None:
+    for value in (5, -7.5, "x", [1], ["a", None], {"a": 1}, {"a": {"b": []}}, True):
+        sampling = {"max_new_tokens": 2, field: value}
+        with contextlib.suppress(ServerError):
+            running.call("POST", "/generate", request(sampling=sampling), timeout=20)
+        assert running.alive(), f"{field} = {value!r}"
+    # Some of it is taken for what it is, and served: another output, which stays in the cache.
+    assert at_rest(running)["problems"] == []
+    if field == "custom_params":
+        text = refused(running, "/generate", request(sampling={"custom_params": 5}))
+        assert "custom_params 5 is not an object" in text
 
 
 def test_a_request_to_an_open_session_is_refused(server: ServerProcess) -> None:
