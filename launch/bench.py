@@ -145,13 +145,11 @@ def _save(
 
 def server_flags(variant: Variant, longest: int, num_adapters: int, dtype: str) -> list[str]:
     """Flags for a comparison: room for the whole trajectory of every role, one dtype."""
-    context = longest + 512
-    tokens = context * (num_adapters + 1)
     return [
         *variant.flags(),
         *("--dtype", dtype),
-        *("--context-length", str(context)),
-        *("--max-total-tokens", str(tokens)),
+        *("--context-length", str(longest + variants.SPARE_TOKENS)),
+        *("--max-total-tokens", str(variants.room_for_all(longest, num_adapters))),
         *("--max-running-requests", "8"),
         *("--max-loras-per-batch", str(num_adapters + 1)),
         *("--log-level", "warning"),

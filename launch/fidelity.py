@@ -70,8 +70,7 @@ def fidelity(args: argparse.Namespace) -> dict[str, Any]:
     encode = encoder(model)
     compared = [BASELINE, *(variant for variant in args.variants if variant != BASELINE)]
     longest = max(len(encode(trajectory.text)) for trajectory in trajectories)
-    # Room for one trajectory under every role, not for all memory.
-    num_tokens = (longest + 512) * (len(adapters) + 1)
+    num_tokens = variants.room_for_all(longest, len(adapters))
     found: dict[str, list[Prediction]] = {}
     for variant in compared:
         print(f"[{variant}] starting the server", flush=True)

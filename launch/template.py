@@ -10,7 +10,6 @@ Where there is an accelerator nothing is forked: its context does not survive th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -22,7 +21,6 @@ import sys
 import threading
 from collections.abc import Mapping
 
-_PR_SET_PDEATHSIG = 1
 _MAX_TEMPLATES = 3  # 1.2 GiB each, half of it files that all processes map
 _lock = threading.Lock()
 _templates: dict[frozenset[tuple[str, str]], Template | None] = {}  # the latest used last
@@ -32,11 +30,9 @@ def template_for(env: Mapping[str, str]) -> Template | None:
     """This process's template with the environment `env`; None where servers are not forked."""
     key = frozenset(env.items())
     with _lock:
-        if key in _templates:
-            template = _templates.pop(key)
-            if template is not None and template.has_ended():
-                template = Template.of(env)
-        else:
+        is_known = key in _templates
+        template = _templates.pop(key, None)
+        if not is_known or (template is not None and template.has_ended()):
             _make_room()
             template = Template.of(env)
         _templates[key] = template
@@ -136,29 +132,32 @@ class Template:
 
 
 def _run(channel: socket.socket) -> list[str] | None:
-    """Fork what is asked for: the arguments, in the child; None, in here, at the end."""
+    """Fork what is asked for: the arguments, in the child; None, in here, at the end.
+
+    A keeper stands between: it waits for the server, and goes down with the template. The server
+    goes down with the keeper, since `ServerProcess` asks for that in its environment.
+    """
+    from sglang.srt.utils import kill_itself_when_parent_died
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     while True:
         said, fds, _, _ = socket.recv_fds(channel, 1 << 20, 2)
         if not said:
             return None
         request = json.loads(said)
-        template = os.getpid()
         if os.fork():
             for fd in fds:
                 os.close(fd)
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _end_with(template)
+        kill_itself_when_parent_died()
         log, status = fds
-        keeper = os.getpid()
         pid = os.fork()
         if pid:
             channel.close()
             os.close(log)
             _keep(pid, status)
         os.close(status)
-        _end_with(keeper)
         os.setsid()
         channel.send(str(os.getpid()).encode())  # from here on its group can be ended
         channel.close()
@@ -176,13 +175,6 @@ def _keep(pid: int, status: int) -> None:
     _, ended = os.waitpid(pid, 0)
     os.write(status, str(os.waitstatus_to_exitcode(ended)).encode())
     os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from precache_sglang.schedules import DEFAULT_SCHEDULE
 
 T = TypeVar("T")
 SYNTAX = "METHOD[:SCHEDULE[:WAIT_MS]]"
+SPARE_TOKENS = 512  # of a context, beyond what is replayed
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Variant:
         if self.wait_ms is not None:
             flags += ["--precache-max-neutral-wait", str(self.wait_ms)]
         return flags
+
+
+def room_for_all(longest: int, num_adapters: int) -> int:
+    """KV slots in which every adapter, and none, can hold `longest` tokens and a turn more."""
+    return (longest + SPARE_TOKENS) * (num_adapters + 1)
 
 
 def add_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from fastapi.routing import APIRoute
 from precache_sglang.patches import Patch
 
+from precache_sglang import guard
 from precache_sglang.config import Settings
-from precache_sglang.guard import current, error_body, install
 from precache_sglang.hints import HintsMiddleware, adopt_request_id
 from precache_sglang.request_role import settle
 
@@ -46,7 +46,7 @@ def before_launch_server(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
     app.router.routes.extend(router.routes)
     settings = Settings.of(server_args)
     if settings is not None and settings.policy is not None:
-        install(app, settings)
+        guard.install(app, settings)
     app.router.routes[:0] = models.routes
     build: Callable[[], Any] = app.build_middleware_stack
     app.build_middleware_stack = lambda: HintsMiddleware(build(), _in_flight, _refuse)
@@ -79,9 +79,9 @@ async def _refuse(scope: Any, text: str) -> Any:
 
     handler: Any = app.exception_handlers[HTTPException]
     answer = await handler(Request(scope), HTTPException(400, text))
-    if current() is None:
+    if guard.current() is None:
         return answer
-    body = error_body(400, scope["path"], answer.body)
+    body = guard.error_body(400, scope["path"], answer.body)
     return Response(body, 400, media_type="application/json")
 
 

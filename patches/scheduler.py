@@ -57,9 +57,7 @@ def around_create_generation_req(
 
 def _take_hints(req: Req) -> None:
     """What `precache_sglang.hints` has checked and put there in the front end."""
-    params = req.sampling_params.custom_params
-    if not isinstance(params, dict):  # None, or what did not come by our front end
-        return
+    params = req.sampling_params.custom_params or {}
     req.precache.trajectory = params.get(TRAJECTORY)
     req.precache.explain = bool(params.get(EXPLAIN))
 
