@@ -2,15 +2,20 @@
 
 Why: requests need our namespace and state, neutral passes need steps, and two classes
 that the scheduler builds have to be ours. SGLang aborts every request whose id begins with
-the aborted one; now that callers choose ids, that would be other people's requests.
+the aborted one; now that callers choose ids, that would be other people's requests. A request
+that it fails to take in ends the process, and with it everybody's.
 How: around the request factory, the batch decision and the result; after the getters
-that SGLang has for subclasses; around an abort, other requests go by another id.
-Gone when: the scheduler takes a policy object for internal requests, and aborts match whole ids.
+that SGLang has for subclasses; around an abort, other requests go by another id; around the
+intake, an error is that request's answer.
+Gone when: the scheduler takes a policy object for internal requests, aborts match whole ids, and
+an error at the intake is the request's.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from precache_sglang.patches import Patch
@@ -25,6 +30,28 @@ from precache_sglang.neutral import NeutralScheduler
 from precache_sglang.runtime import current
 from precache_sglang.streamer import PrecacheOutputStreamer
 from precache_sglang.view import VIEW_ID, take_view
+
+logger = logging.getLogger(__name__)
+
+
+def around_handle_generate_request(
+    original: Callable[..., None], scheduler: Scheduler, recv_req: Any, **kwargs: Any
+) -> None:
+    if current() is None:
+        return original(scheduler, recv_req, **kwargs)
+    try:
+        return original(scheduler, recv_req, **kwargs)
+    except Exception as error:
+        # It is not in the queue yet, and holds nothing. `precache_sglang.request_check` lets
+        # nothing pass that we know to fail here: this is a bug, ours or SGLang's.
+        logger.exception("request rid=%r failed on its way in", recv_req.rid)
+        reason = {
+            "type": "abort",
+            "status_code": HTTPStatus.INTERNAL_SERVER_ERROR,
+            "message": f"The request could not be taken in: {type(error).__name__}: {error}",
+        }
+        answer = AbortReq(rid=recv_req.rid, finished_reason=reason)
+        scheduler.ipc_channels.send_to_tokenizer.send_output(answer, recv_req)
 
 
 def around_create_generation_req(
@@ -44,7 +71,7 @@ def around_create_generation_req(
     _take_hints(req)
     # SGLang appends the adapter's id, which would give every role a tree of its own.
     req.extra_key = runtime.namespace(req.precache, kwargs.get("extra_key"))
-    error = runtime.request_error(req, recv_req)
+    error = runtime.request_error(req)
     if unloaded:
         error = "The role's adapter was unloaded before the request arrived; load it again."
     if error is not None:
@@ -154,6 +181,7 @@ def after_get_output_streamer_class(cls: type, _scheduler: Scheduler) -> type | 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 PATCHES = [
+    Patch(f"{_SCHEDULER}.handle_generate_request", "around", around_handle_generate_request),
     Patch(f"{_SCHEDULER}._create_generation_req", "around", around_create_generation_req),
     Patch(f"{_SCHEDULER}.get_next_batch_to_run", "around", around_get_next_batch_to_run),
     Patch(f"{_SCHEDULER}.process_batch_result", "around", around_process_batch_result),

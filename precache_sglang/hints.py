@@ -92,6 +92,13 @@ def is_request_id(value: str) -> bool:
     return _REQUEST_ID.fullmatch(value) is not None and not value.startswith(_RESERVED)
 
 
+def check_ids_in_body(rid: Any) -> None:
+    """Raises `ValueError` for an id that is not the caller's to give: no log would show it."""
+    for value in rid if isinstance(rid, list) else [rid]:
+        if isinstance(value, str) and value.startswith(_RESERVED):
+            raise ValueError(f"rid {value!r:.100} begins like the server's own ids; give another.")
+
+
 # -- HTTP ----------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import HTTPException
 
 from precache_sglang.config import Settings
+from precache_sglang.hints import check_ids_in_body
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -87,10 +88,14 @@ def _role_in_model(served: Sequence[str], roles: Collection[str], model: str | N
 
 
 async def settle(request: Request, manager: TokenizerManager, body: Any = None) -> None:
-    """Leave the role that `request` names on it.
+    """Leave the role that `request` names on it, and refuse an id that it must not give.
 
     Args:
-        body: Has the attribute ``lora_path``; without it, the names are those of the JSON body.
+        body: Has the attributes ``lora_path`` and ``rid``; without it, the names are those of
+            the JSON body.
+
+    Raises:
+        HTTPException: see `chosen_role`; 400 for the id.
     """
     from sglang.srt.runtime_context import get_server_args
 
@@ -99,7 +104,11 @@ async def settle(request: Request, manager: TokenizerManager, body: Any = None) 
     if (settings is None or settings.policy is None) and not headers:
         return  # SGLang as it was
     # The body as it was sent: the parsed one has defaults, and for responses no lora_path.
-    names = await request.json() if body is None else {"lora_path": body.lora_path}
+    names = await request.json() if body is None else vars(body)
+    try:
+        check_ids_in_body(names.get("rid", names.get("request_id")))
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
     role = chosen_role(
         (manager.served_model_name, manager.model_path),
         manager.lora_ref_cache,

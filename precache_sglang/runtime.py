@@ -255,21 +255,15 @@ class Runtime:
         """Whether an extend batch is being allocated."""
         return self._extend_layout is not None
 
-    def request_error(self, req: Req, recv_req: Any) -> str | None:
+    def request_error(self, req: Req) -> str | None:
         """Why a request cannot be served, or None."""
         state = state_of(req)
-        for name, given in (
-            ("session_params", recv_req.session_params is not None),
-            ("session_id", recv_req.session_id is not None),
-            ("input_embeds", recv_req.input_embeds is not None),
-            ("positional_embed_overrides", recv_req.positional_embed_overrides is not None),
-            ("return_hidden_states", bool(recv_req.return_hidden_states)),
-            ("beam search", (req.sampling_params.beam_width or 1) > 1),
-        ):
-            if given:
-                return f"{name} is not supported by precache-sglang; leave it out of the request."
+        if (req.sampling_params.beam_width or 1) > 1:
+            return "beam search is not supported by precache-sglang; leave it out of the request."
         tokens = req.origin_input_ids
-        if tokens and not (min(tokens) >= 0 and max(tokens) < req.vocab_size):
+        if not tokens:
+            return "The prompt has no tokens; send at least one."
+        if not (min(tokens) >= 0 and max(tokens) < req.vocab_size):
             # SGLang would index the embedding with it, which ends the process.
             bad = next(token for token in tokens if not 0 <= token < req.vocab_size)
             return f"input_ids holds {bad}; this model's tokens are 0 to {req.vocab_size - 1}."

@@ -1,0 +1,122 @@
+"""What the front end refuses of a request, so that it cannot end the scheduler's process.
+
+SGLang validates the type of each field, not whether its values can be served. What gets past it
+fails where the scheduler takes the request in, and ends the server for everybody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+# Of one prompt. Each is a request of its own, made before any limit on the queue applies.
+MAX_SAMPLES = 1024
+
+# What SGLang looks up by the number of the prompt, without a check of its own.
+_PER_PROMPT = (
+    "bootstrap_host",
+    "bootstrap_pair_key",
+    "bootstrap_port",
+    "bootstrap_room",
+    "custom_logit_processor",
+    "decode_tp_size",
+    "logprob_start_len",
+    "modalities",
+    "multi_item_delimiter_indices",
+    "audio_data",
+    "return_logprob",
+    "return_sampling_mask",
+    "sampling_logprobs_mode",
+    "sampling_params",
+    "token_ids_logprob",
+    "token_indices_to_pool",
+    "top_logprobs_num",
+    "video_data",
+)
+
+
+def check_before_counting(request: GenerateReqInput) -> None:
+    """Check what SGLang reads to find out how many prompts there are.
+
+    Raises:
+        ValueError: with the field, its value and the remedy.
+    """
+    hidden = request.return_hidden_states
+    modes = hidden if isinstance(hidden, list) else [hidden]
+    for name, given in (
+        ("session_params", request.session_params is not None),
+        ("session_id", request.session_id is not None),
+        ("input_embeds", request.input_embeds is not None),
+        ("positional_embed_overrides", request.positional_embed_overrides is not None),
+        ("return_hidden_states", not modes or any(modes)),
+    ):
+        if given:
+            raise ValueError(
+                f"{name} is not supported by precache-sglang; leave it out of the request."
+            )
+    if request.text is not None and request.input_ids is not None:
+        raise ValueError("text and input_ids are both given; give one.")
+    if request.lora_id is not None:
+        raise ValueError("lora_id is SGLang's own; name the role in lora_path instead.")
+    given = request.sampling_params
+    if given is None:
+        return
+    each = given if isinstance(given, list) else [given]
+    if not each or not all(isinstance(params, dict) for params in each):
+        raise ValueError(
+            f"sampling_params {given!r:.100} is neither an object nor a list with one for each "
+            "prompt; send one, or leave it out."
+        )
+    for params in each:
+        samples = params.get("n", 1)
+        if not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
+            raise ValueError(f"n {samples!r:.100} is not a whole number from 1 to {MAX_SAMPLES}.")
+
+
+def check_per_prompt(request: GenerateReqInput) -> None:
+    """Check the fields with one value for each prompt, once SGLang has counted these.
+
+    Raises:
+        ValueError: like `check_before_counting`.
+    """
+    _check_ids(request.rid, request.is_single)
+    _check_roles(request)
+    if request.is_single:
+        return
+    samples = request.parallel_sample_num
+    for name in _PER_PROMPT:
+        values = getattr(request, name)
+        if values is not None and len(values) != request.batch_size * samples:
+            raise ValueError(
+                f"{name} lists {len(values) // samples} values for {request.batch_size} prompts; "
+                "give one for each prompt."
+            )
+
+
+def _check_ids(rid: Any, is_single: bool) -> None:
+    if is_single and not isinstance(rid, str):
+        raise ValueError(f"rid {rid!r:.100} is a list, but there is one prompt; give one id.")
+    if "" in ([rid] if is_single else rid):
+        raise ValueError("rid is empty; give an id, or leave it out.")
+
+
+def _check_roles(request: GenerateReqInput) -> None:
+    if request.lora_path is None:
+        return
+    paths = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
+    if "" in paths:
+        raise ValueError(
+            "lora_path is empty; name a role, or leave it out for the model without an adapter."
+        )
+    if not isinstance(request.lora_path, list):
+        return
+    if request.is_single:
+        raise ValueError("lora_path is a list, but there is one prompt; give one role.")
+    samples = request.parallel_sample_num
+    if len(paths) != request.batch_size * samples:
+        raise ValueError(
+            f"lora_path lists {len(paths) // samples} roles for {request.batch_size} prompts; "
+            "give one role, or one for each prompt (null for none)."
+        )
