@@ -1,22 +1,37 @@
 """sglang.srt.entrypoints.ollama.serving
 
 Why: Ollama's routes never look at ``model``; every name is served by the model without an
-adapter.
-How: settle the role at the door; see `precache_sglang.request_role`.
-Gone when: SGLang resolves the names that it lists, and refuses others.
+adapter. And what the engine refuses is an internal error there.
+How: settle the role at the door, see `precache_sglang.request_role`; a `ValueError` is status 400,
+as on SGLang's other routes.
+Gone when: SGLang resolves the names that it lists, and refuses others; and answers so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import HTTPException
 from precache_sglang.patches import Patch
 
 from precache_sglang.request_role import around_route
+
+
+async def around_handler(
+    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
+) -> Any:
+    try:
+        return await around_route(original, serving, request, raw_request)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+
 
 PATCHES = [
     Patch(
         f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{handler}",
         "around",
-        around_route,
+        around_handler,
         main_process_only=True,
     )
     for handler in ("handle_chat", "handle_generate")

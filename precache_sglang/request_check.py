@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 # Of one prompt. Each is a request of its own, made before any limit on the queue applies.
 MAX_SAMPLES = 1024
+_MAX_INT32 = 2**31 - 1
 
 # What SGLang looks up by the number of the prompt, without a check of its own.
-_PER_PROMPT = (
+_VALUE_PER_PROMPT = (
     "bootstrap_host",
     "bootstrap_pair_key",
     "bootstrap_port",
@@ -23,16 +24,18 @@ _PER_PROMPT = (
     "custom_logit_processor",
     "decode_tp_size",
     "logprob_start_len",
-    "modalities",
-    "multi_item_delimiter_indices",
-    "audio_data",
     "return_logprob",
     "return_sampling_mask",
     "sampling_logprobs_mode",
     "sampling_params",
+    "top_logprobs_num",
+)
+_LIST_PER_PROMPT = (
+    "audio_data",
+    "modalities",
+    "multi_item_delimiter_indices",
     "token_ids_logprob",
     "token_indices_to_pool",
-    "top_logprobs_num",
     "video_data",
 )
 
@@ -73,6 +76,9 @@ def check_before_counting(request: GenerateReqInput) -> None:
         samples = params.get("n", 1)
         if not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
             raise ValueError(f"n {samples!r:.100} is not a whole number from 1 to {MAX_SAMPLES}.")
+        top_k = params.get("top_k")
+        if isinstance(top_k, int) and top_k > _MAX_INT32:
+            raise ValueError(f"top_k {top_k} is too large; give -1 for the whole vocabulary.")
 
 
 def check_per_prompt(request: GenerateReqInput) -> None:
@@ -84,9 +90,12 @@ def check_per_prompt(request: GenerateReqInput) -> None:
     _check_ids(request.rid, request.is_single)
     _check_roles(request)
     if request.is_single:
+        for name in _VALUE_PER_PROMPT:
+            if isinstance(getattr(request, name), list):
+                raise ValueError(f"{name} is a list, but there is one prompt; give one value.")
         return
     samples = request.parallel_sample_num
-    for name in _PER_PROMPT:
+    for name in (*_VALUE_PER_PROMPT, *_LIST_PER_PROMPT):
         values = getattr(request, name)
         if values is not None and len(values) != request.batch_size * samples:
             raise ValueError(

@@ -267,6 +267,16 @@ class Runtime:
             # SGLang would index the embedding with it, which ends the process.
             bad = next(token for token in tokens if not 0 <= token < req.vocab_size)
             return f"input_ids holds {bad}; this model's tokens are 0 to {req.vocab_size - 1}."
+        for name, value, least, most in (
+            ("top_logprobs_num", req.logprob.top_logprobs_num, 0, req.vocab_size),
+            *(
+                ("token_ids_logprob", token, 0, req.vocab_size - 1)
+                for token in req.logprob.token_ids_logprob or ()
+            ),
+        ):
+            # The size of a tensor, and indices, where tokens are sampled.
+            if not least <= value <= most:
+                return f"{name} is {value}; it has to be from {least} to {most}."
         if self.lr_pool is None or state.own_key is None:
             return None
         needed = len(req.origin_input_ids) + 1

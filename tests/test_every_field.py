@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 from precache_sglang.launch.process import ServerProcess
-from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
-from sglang.srt.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ResponsesRequest,
-)
-from sglang.srt.managers.io_struct import GenerateReqInput
+from standins import quiet_imports
 from tiny import make_adapter, make_model_with_tokenizer
+
+with quiet_imports():
+    from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
+    from sglang.srt.entrypoints.openai.protocol import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+    )
+    from sglang.srt.managers.io_struct import GenerateReqInput
 
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 5, 2**40, 2**70, -7.5, "", "x", "\0"),
@@ -59,7 +62,7 @@ REQUESTS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "response": (
         "/v1/responses",
         list(ResponsesRequest.model_fields),
-        {"model": "plan", "input": "one two", "max_output_tokens": 1, "store": False},
+        {"model": "plan", "input": "one two", "max_output_tokens": 4, "store": False},
     ),
     "message": (
         "/v1/messages",
@@ -85,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     model = make_model_with_tokenizer(folder / "model")
     adapters = {"plan": make_adapter(folder / "plan", model, seed=0)}
     args = ["--served-model-name", "tiny", "--log-level", "warning", "--dtype", "float32"]
-    args += ["--max-total-tokens", "4000", "--context-length", "200"]
+    args += ["--max-total-tokens", "4000", "--context-length", "300"]
     # Else SGLang refuses hidden states before we can.
     args += ["--max-loras-per-batch", "3", "--enable-return-hidden-states"]
     with ServerProcess(model, adapters, args) as running:
