@@ -96,11 +96,19 @@ def around_get_lora_config(
 def before_validate_new_adapter(
     manager: LoRAManager, lora_config: LoRAConfig, lora_ref: LoRARef
 ) -> None:
+    from sglang.srt.runtime_context import get_server_args
+
     settings = _settings()
     if settings is None or settings.policy is None:
         return
     if not lora_ref.lora_name:
         raise AdapterError("An adapter needs a name: requests select it by that.")
+    server_args = get_server_args()
+    if lora_ref.lora_name == (server_args.served_model_name or server_args.model_path):
+        raise AdapterError(
+            f"An adapter cannot be named {lora_ref.lora_name!r} like the served model: no request "
+            "could tell them apart. Give another name."
+        )
     if (pool := getattr(manager, "memory_pool", None)) is not None:  # else at start-up
         require_rank(lora_ref.lora_name, lora_config.r, pool.max_lora_rank)
     model_config = manager.base_hf_config

@@ -11,7 +11,10 @@ from engine import Engine
 from standins import quiet_imports
 
 with quiet_imports():
-    from precache_sglang.patches.scheduler import around_create_generation_req
+    from precache_sglang.patches.scheduler import (
+        around_create_generation_req,
+        around_handle_generate_request,
+    )
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import AddReqResult
     from sglang.srt.runtime_context import get_parallel
@@ -100,11 +103,27 @@ def test_a_request_whose_role_was_unloaded_on_its_way_is_refused(
             "late", "", TEXT[:5], SamplingParams(), lora_id=kwargs["lora_id"], vocab_size=1000
         )
 
-    names = ("session_params", "session_id", "input_embeds", "positional_embed_overrides")
-    recv_req = SimpleNamespace(**dict.fromkeys((*names, "return_hidden_states")))
     with get_parallel().override(tp_rank=0):
         req = around_create_generation_req(
-            original, SimpleNamespace(), recv_req, lora_id="plan", extra_key=None
+            original, SimpleNamespace(), SimpleNamespace(), lora_id="plan", extra_key=None
         )
     assert req.lora_id is None, "nothing of the adapter may be asked for"
     assert req.to_finish is not None and "was unloaded" in req.to_finish.message
+
+
+def test_a_request_that_fails_on_its_way_in_is_answered_and_ends_nothing(
+    make: Callable[..., Engine],
+) -> None:
+    make("rebaseshared")
+    sent: list[Any] = []
+    sender = SimpleNamespace(send_output=lambda answer, _recv_req: sent.append(answer))
+    scheduler = SimpleNamespace(ipc_channels=SimpleNamespace(send_to_tokenizer=sender))
+
+    def original(_scheduler: Any, _recv_req: Any) -> None:
+        raise KeyError("what nobody thought of")
+
+    around_handle_generate_request(original, scheduler, SimpleNamespace(rid="mine"))
+    (answer,) = sent
+    assert answer.rid == "mine"
+    assert answer.finished_reason["status_code"] == 500
+    assert "KeyError: 'what nobody thought of'" in answer.finished_reason["message"]

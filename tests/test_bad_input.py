@@ -236,7 +236,7 @@ def server(running: ServerProcess) -> Iterator[ServerProcess]:
         ({"lora_path": None, "sampling": {"beam_width": 2}}, ["beam search", "leave it out"]),
         ({"sampling": {"beam_width": 2}}, ["eam search"]),
         ({"session_id": "one"}, ["session_id", "leave it out"]),
-        ({"session_params": {"id": "nowhere"}}, ["session", "nowhere"]),
+        ({"session_params": {"id": "nowhere"}}, ["session_params", "leave it out"]),
         ({"sampling": {"max_new_tokens": -1}}, ["max_new_tokens"]),
         ({"sampling": {"no_such_parameter": 1}}, ["no_such_parameter"]),
         (
@@ -480,16 +480,30 @@ def test_a_bad_adapter_is_refused_by_name_and_reason(
         ({"lora_name": "x", "lora_path": "/nowhere/at/all"}, ["'x'", "/nowhere/at/all"]),
         ({"lora_name": "plan", "lora_path": "ADAPTER"}, ["'plan'", "already loaded"]),
         ({"lora_name": "", "lora_path": "ADAPTER"}, ["needs a name"]),
+        ({"lora_name": "MODEL", "lora_path": "ADAPTER"}, ["like the served model"]),
         ({"lora_path": "ADAPTER"}, ["lora_name"]),
         ({"lora_name": "x", "lora_path": 5}, ["lora_path"]),
     ],
-    ids=["no such folder", "name taken", "empty name", "no name", "number for a path"],
+    ids=[
+        "no such folder",
+        "name taken",
+        "empty name",
+        "the model's",
+        "no name",
+        "number for a path",
+    ],
 )
 def test_a_bad_load_is_refused(
-    body: dict[str, Any], named: list[str], server: ServerProcess, adapters: dict[str, Path]
+    body: dict[str, Any],
+    named: list[str],
+    server: ServerProcess,
+    model: Path,
+    adapters: dict[str, Path],
 ) -> None:
     if body["lora_path"] == "ADAPTER":
         body = body | {"lora_path": str(adapters["action"])}
+    if body.get("lora_name") == "MODEL":
+        body = body | {"lora_name": str(model)}
     text = refused(server, "/load_lora_adapter", body)
     for part in named:
         assert part in text
