@@ -346,11 +346,18 @@ def report(found: Comparison) -> str:
     ]
     if found.reordered_common is not None:
         numbers = ", ".join(map(str, found.equal_messages))
+        if len(found.equal_messages) == 1:
+            in_both = f"Message {numbers} of the first is in the second too. With it in front,"
+        else:
+            in_both = (
+                f"Messages {numbers} of the first are in the second too. With these in front, "
+                "in the same order,"
+            )
         lines += [
             "",
-            f"Messages {numbers} of the first are in the second too. With these in front, in the",
-            f"same order, and what belongs to one role behind them, {found.reordered_common} "
-            f"tokens would be shared instead of {found.common}.",
+            in_both,
+            f"and what belongs to one role behind, {found.reordered_common} tokens would be "
+            f"shared instead of {found.common}.",
         ]
     if found.equal_tail:
         lines += [

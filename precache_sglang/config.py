@@ -251,7 +251,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--precache-team",
         action="append",
         metavar="NAME=role,role…",
-        help="Roles that share; may be given several times. Default: all roles share.",
+        help="Roles that share; once for each team. Default: all roles share.",
     )
     group.add_argument(
         "--precache-max-neutral-wait",
