@@ -236,7 +236,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precache-schedule",
         choices=SCHEDULES,
-        help="When the adapter-free pass of rebaseshared runs. "
+        help="When the adapter-free pass of rebaseshared and rebaseown runs. "
         + "; ".join(f"{s.name}: {s.summary}" for s in SCHEDULES.values())
         + f". Default: {DEFAULT_SCHEDULE}.",
     )

@@ -7,9 +7,9 @@ Example::
 
     @sgl.function
     def agent(s, question):
-        s += question + "\\nThought:"
+        s += question + "\\n\\nThought: \\n### Response:\\n"
         s += gen("thought", role="plan", max_tokens=64, stop="\\n")
-        s += "\\nAction:"
+        s += "\\nAction: \\n### Response:\\n"
         s += select("tool", ["Search", "Finish"], role="action")
 
     state = agent.run("…", backend=RuntimeEndpoint("http://localhost:30000"))

@@ -97,6 +97,8 @@ def check_per_prompt(request: GenerateReqInput) -> None:
     samples = request.parallel_sample_num
     for name in (*_VALUE_PER_PROMPT, *_LIST_PER_PROMPT):
         values = getattr(request, name)
+        if name == "modalities" and not values:
+            continue  # the chat route sends an empty list for a prompt without any
         if values is not None and len(values) != request.batch_size * samples:
             raise ValueError(
                 f"{name} lists {len(values) // samples} values for {request.batch_size} prompts; "
