@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from precache_sglang.methods import METHODS
 
-METHODS_SHOWN = ("nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
+METHODS_SHOWN = tuple(name for name in METHODS if name != "baselrshared")  # needs equal A
 TRACE = "5.0k"
 
 

@@ -121,14 +121,14 @@ class ServerProcess:
         self._ended_log = self.log()
         self._log.close()
 
-    def terminate(self, timeout: float) -> int:
-        """Send SIGTERM to the server's main process; its exit status.
+    def terminate(self, timeout: float, signum: int = signal.SIGTERM) -> int:
+        """Send a signal to the server's main process; its exit status.
 
         Raises:
             subprocess.TimeoutExpired: if it still runs after `timeout` seconds.
         """
         assert self._process is not None
-        self._process.terminate()
+        self._process.send_signal(signum)
         return self._process.wait(timeout)
 
     def alive(self) -> bool:

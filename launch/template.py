@@ -69,9 +69,9 @@ class Forked:
             self._returncode = int(said) if said else -signal.SIGKILL
         return self._returncode
 
-    def terminate(self) -> None:
+    def send_signal(self, signum: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signum)
 
 
 class Template:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -13,6 +15,8 @@ from precache_sglang.runtime import current
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from precache_sglang.runtime import Runtime
+
 
 class PrecachePrefillAdder(PrefillAdder):
     """SGLang's adder, with three corrections.
@@ -21,11 +25,14 @@ class PrecachePrefillAdder(PrefillAdder):
     of a pool that is full of the very context it wants to read. A request needs LR slots
     for its own adapter. And of two roles that bring the same new tokens, one feeds them
     and the other reads them one step later, where the first one's pass is what counts.
+
+    A chunk whose rows have gone to others all the same waits until these end.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._promised_rows = 0
+        self._is_parked = False
 
     def _check_prefill_budget(
         self, req: Req, *, extend_input_len: int, total_tokens: int, **kwargs: Any
@@ -38,11 +45,21 @@ class PrecachePrefillAdder(PrefillAdder):
     def add_chunked_req(self, req: Req) -> Req | None:
         # All its rows were promised when its first chunk was admitted; keep the promise
         # before others that join this step.
-        self._promised_rows += self._rows_needed(req)
+        needed = self._rows_needed(req)
+        self._promised_rows += needed
+        runtime = current()
+        now = min(needed, self.rem_chunk_tokens or needed)
+        if now and runtime is not None and not runtime.make_room_for_rows(now):
+            self._is_parked = True
+            if self.running_batch.is_empty():
+                _give_up(req, runtime)
+            return req
         rest: Req | None = super().add_chunked_req(req)
         return rest
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
+        if self._is_parked:
+            return AddReqResult.NO_TOKEN  # SGLang counts a chunk for every step with a prompt
         if self._fed_in_this_step(req):
             return AddReqResult.CONTINUE  # stays in the queue; those behind it may run
         runtime = current()
@@ -92,6 +109,18 @@ class PrecachePrefillAdder(PrefillAdder):
             rows += len(node.key)
             node = node.parent
         return rows
+
+
+def _give_up(req: Req, runtime: Runtime) -> None:
+    """End a prompt in chunks whose next rows nobody will ever make room for."""
+    assert runtime.scheduler is not None and runtime.lr_pool is not None
+    req.discard_output_reason = FINISH_ABORT(
+        "No room for the prompt's low-rank rows beside those it reads "
+        f"(--precache-lr-tokens {runtime.lr_pool.size}). Start with a larger pool, or try again.",
+        status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+        err_type="ServiceUnavailable",
+    )
+    runtime.scheduler._pending_chunked_abort_req = req
 
 
 def _replayed(req: Req) -> int:

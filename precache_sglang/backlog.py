@@ -438,8 +438,14 @@ class Backlog:
             first, position = position, position + len(node.key)
             if not node.provisional:
                 continue
-            # Whoever reads what is replaced goes on reading it.
-            old = [tree.take_slice(node, key) for key in list(node.slices) if key != node.feeder]
+            # Whoever reads what is replaced goes on reading it. What nobody reads is room that a
+            # prompt in chunks may have been promised.
+            old = []
+            for key in [key for key in node.slices if key != node.feeder]:
+                if node.pins.get(key):
+                    old.append(tree.take_slice(node, key))
+                else:
+                    tree.drop_slice(node, key)
             adapted = node.value
             if rebase.replaces:
                 node.value = rebase.slots[first - rebase.done : position - rebase.done].clone()

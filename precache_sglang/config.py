@@ -17,6 +17,7 @@ from precache_sglang.schedules import DEFAULT_SCHEDULE, SCHEDULES
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+DEFAULT_TEAM = "default"  # of the roles that no team lists
 KERNELS = ("auto", "torch", "triton")
 _Number = TypeVar("_Number", int, float)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
@@ -117,11 +118,16 @@ class Settings:
             )
         seen: dict[str, str] = {}
         for team, roles in self.teams.items():
+            if team == DEFAULT_TEAM:
+                raise SettingsError(
+                    f"--precache-team {team!r} is the team of the roles that no team lists; give "
+                    "another name."
+                )
             for role in roles:
                 if role in seen:
                     raise SettingsError(
                         f"--precache-team: role {role!r} is in {seen[role]!r} and in {team!r}; "
-                        "a role belongs to one team."
+                        "a role belongs to one team, once."
                     )
                 seen[role] = team
 
@@ -190,14 +196,17 @@ def parse_teams(value: str | list[str] | Mapping[str, list[str]] | None) -> dict
     teams: dict[str, list[str]] = {}
     for item in items:
         name, separator, roles = item.partition("=")
+        name = name.strip()
         members = [role.strip() for role in roles.split(",") if role.strip()]
-        if not separator or not name.strip() or not members:
+        if not separator or not name or not members:
             raise SettingsError(
                 f"--precache-team {item!r} is not NAME=role,role…; for example "
                 "--precache-team qa=plan,action,reflect."
             )
         if name in teams:
-            raise SettingsError(f"--precache-team names the team {name!r} twice.")
+            raise SettingsError(
+                f"--precache-team names the team {name!r} twice; list all its roles once."
+            )
         teams[name] = members
     return teams
 
@@ -209,7 +218,7 @@ def _optional(number: type[_Number], flag: str, value: Any) -> _Number | None:
         return number(value)
     except (TypeError, ValueError):
         kind = "a whole number" if number is int else "a number"
-        raise SettingsError(f"{flag} {value!r} is not {kind}.") from None
+        raise SettingsError(f"{flag} {value!r} is not {kind}; give one.") from None
 
 
 def _flag(name: str, value: Any) -> bool:

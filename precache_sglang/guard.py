@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -149,11 +151,19 @@ class Guard:
         return {**scope, "headers": headers.raw}
 
     async def drain(self, manager: TokenizerManager) -> None:
-        """Wait for SIGTERM, then until nothing runs any more or the time is up.
+        """Wait for SIGTERM or SIGINT, then until nothing runs any more or the time is up.
 
         SGLang then stops its scheduler. Whatever is open after that would stay open, and keep
         the HTTP server from ending: so nothing is.
         """
+
+        def stop() -> None:
+            logger.warning("SIGINT received. Draining requests and shutting down...")
+            manager.gracefully_exit = True
+
+        if threading.current_thread() is threading.main_thread():
+            # The HTTP server's own handler waits for open streams without a limit.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         while not manager.gracefully_exit:
             await asyncio.sleep(0.05)
         limit = self.settings.drain_timeout_s

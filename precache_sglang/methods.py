@@ -121,4 +121,4 @@ METHODS: dict[str, Method] = {
 }
 
 OFF = "off"
-DEFAULT_METHOD = "rebaseshared"
+DEFAULT_METHOD = "rebaseown"

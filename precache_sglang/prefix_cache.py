@@ -493,7 +493,9 @@ class PrecacheRadixCache(RadixCache):
                 continue
             slots = rows.take_until(position)
             assert slots.numel() == len(node.key), "rows start at a node's edge"
-            if key not in node.slices and fits(node):
+            # Beside a slice that is still read, this one cannot be evicted.
+            has_room = not node.pins.get(key) or self.runtime.rows_to_spare() >= slots.numel()
+            if key not in node.slices and fits(node) and has_room:
                 self._add_slice(node, key, slots, now)
                 continue
             if reader is not None and reader.kv.holds_kv and key in node.slices:

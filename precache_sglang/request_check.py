@@ -6,13 +6,14 @@ fails where the scheduler takes the request in, and ends the server for everybod
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-# Of one prompt. Each is a request of its own, made before any limit on the queue applies.
-MAX_SAMPLES = 1024
+# Of one prompt, as at OpenAI. Each is a request of its own, made before any limit on the queue.
+MAX_SAMPLES = 128
 _MAX_INT32 = 2**31 - 1
 
 # What SGLang looks up by the number of the prompt, without a check of its own.
@@ -61,8 +62,12 @@ def check_before_counting(request: GenerateReqInput) -> None:
             )
     if request.text is not None and request.input_ids is not None:
         raise ValueError("text and input_ids are both given; give one.")
+    if request.text == []:
+        raise ValueError("text lists no prompts; give at least one.")
     if request.lora_id is not None:
         raise ValueError("lora_id is SGLang's own; name the role in lora_path instead.")
+    _check_logprobs(request.logprob_start_len)
+    _check_labels(request.custom_labels)
     given = request.sampling_params
     if given is None:
         return
@@ -79,6 +84,7 @@ def check_before_counting(request: GenerateReqInput) -> None:
         top_k = params.get("top_k")
         if isinstance(top_k, int) and top_k > _MAX_INT32:
             raise ValueError(f"top_k {top_k} is too large; give -1 for the whole vocabulary.")
+        _check_stop_regex(params.get("stop_regex"))
 
 
 def check_per_prompt(request: GenerateReqInput) -> None:
@@ -104,6 +110,38 @@ def check_per_prompt(request: GenerateReqInput) -> None:
                 f"{name} lists {len(values) // samples} values for {request.batch_size} prompts; "
                 "give one for each prompt."
             )
+
+
+def _check_logprobs(start: Any) -> None:
+    for position in start if isinstance(start, list) else [start]:
+        if isinstance(position, int) and position < -1:
+            raise ValueError(
+                f"logprob_start_len {position} is no position; give 0 or more, or -1 for none of "
+                "the prompt's."
+            )
+
+
+def _check_labels(given: dict[str, str] | None) -> None:
+    """Prometheus fails on a label it was not told of, and with it the whole front end."""
+    from sglang.srt.runtime_context import get_server_args
+
+    allowed = get_server_args().tokenizer_metrics_allowed_custom_labels or []
+    unknown = [name for name in given or {} if name not in allowed]
+    if unknown:
+        raise ValueError(
+            f"custom_labels {unknown[0]!r:.100} is not one of the server's "
+            "--tokenizer-metrics-allowed-custom-labels; leave it out."
+        )
+
+
+def _check_stop_regex(given: Any) -> None:
+    for pattern in given if isinstance(given, list) else [given]:
+        if not isinstance(pattern, str):
+            continue  # for SGLang to refuse
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"stop_regex {pattern!r:.100} is no pattern: {error}.") from None
 
 
 def _check_ids(rid: Any, is_single: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from precache_sglang.config import DEFAULT_TEAM
 from precache_sglang.errors import AdapterError, UnsupportedError
 from precache_sglang.methods import Method, Rows
 
@@ -32,7 +33,6 @@ _REFUSED_FIELDS = (
     "target_parameters",
     "alora_invocation_tokens",
 )
-_DEFAULT_TEAM = "default"
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ class RoleRegistry:
         for team, roles in self.teams.items():
             if name in roles:
                 return team
-        return _DEFAULT_TEAM
+        return DEFAULT_TEAM
 
     def of_team(self, team: str) -> list[Adapter]:
         return [a for a in self.adapters.values() if a.team == team]
 
     def base_team(self) -> str:
         """The team whose namespace requests without an adapter use."""
-        return next(iter(self.teams), _DEFAULT_TEAM)
+        return next(iter(self.teams), DEFAULT_TEAM)
 
     def rows_written(
         self,

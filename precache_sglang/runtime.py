@@ -18,7 +18,7 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 
 from precache_sglang.adapter_tables import NO_ADAPTER
 from precache_sglang.backlog import Backlog
-from precache_sglang.config import Settings
+from precache_sglang.config import DEFAULT_TEAM, Settings
 from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
 from precache_sglang.lr_pool import LRPool
 from precache_sglang.match import MatchLog, match_of
@@ -238,7 +238,7 @@ class Runtime:
         return f"{mine}:{extra_key or ''}"
 
     def _team_names_in_order(self) -> list[str]:
-        return [*self.roles.teams, "default"]
+        return [*self.roles.teams, DEFAULT_TEAM]
 
     def sibling_namespaces(self, state: RequestState, namespace: str) -> Iterator[str]:
         """Namespaces of the same tenant under other teams (without sharing: other roles)."""
@@ -379,14 +379,23 @@ class Runtime:
         if self.lr_pool is None:
             return True
         needed = sum(state_of(req).own_key is not None for req in reqs)
-        chunked = None if self.scheduler is None else self.scheduler.chunked_req
-        if chunked is not None:
-            needed += self.own_rows_needed(chunked)
-        while needed > self.rows_available() + self.optional_rows(self.running_states()):
+        return self.make_room_for_rows(needed + self._promised_rows())
+
+    def make_room_for_rows(self, num_slots: int) -> bool:
+        """Whether users' tokens find so many LR slots, at the cost of rows that are not owed."""
+        while num_slots > self.rows_available() + self.optional_rows(self.running_states()):
             # Rows of finished turns come second to a user's answer.
             if not self.backlog.drop_rows():
                 return False
         return True
+
+    def rows_to_spare(self) -> int:
+        """LR slots free now or after evicting slices, less those promised to a prompt in chunks."""
+        return self.rows_available() - self._promised_rows()
+
+    def _promised_rows(self) -> int:
+        chunked = None if self.scheduler is None else self.scheduler.chunked_req
+        return 0 if chunked is None else self.own_rows_needed(chunked)
 
     def own_rows_needed(self, req: Req) -> int:
         """LR slots of its own adapter that the rest of the prompt of `req` will take."""

@@ -60,7 +60,7 @@ def read_tenants(path: str, api_key: str | None, admin_api_key: str | None) -> T
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         name, separator, key = (part.strip() for part in line.partition("="))
-        if not line.strip() or line.startswith("#"):
+        if not line.strip() or name.startswith("#"):
             continue
         where = f"--precache-tenants: line {number} of {path}"
         if not separator or not key or not _NAME.fullmatch(name):

@@ -71,6 +71,37 @@ def test_a_chunked_prompt_keeps_the_rows_it_was_promised(
     assert add(then, waiting(engine, "action", TEXT[:4])) is AddReqResult.CONTINUE
 
 
+@pytest.mark.parametrize("others_run", [True, False])
+def test_a_chunk_without_rows_waits_or_is_given_up(
+    make: Callable[..., Engine], others_run: bool
+) -> None:
+    engine = make("baseshared", lr_slots=20)
+    chunked = waiting(engine, "plan", OTHER[:16])
+    add(adder(engine, chunk=4), chunked)
+    engine.extend(chunked, to=4)
+    chunked.init_next_round_input()
+    pool = engine.runtime.lr_pool
+    taken = pool.alloc(pool.available_size())
+    engine.runtime.scheduler = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=[]), last_batch=None, cur_batch_for_debug=None,
+        chunked_req=chunked, _pending_chunked_abort_req=None,
+    )  # fmt: skip
+    then = adder(engine, chunk=4)
+    then.running_batch = SimpleNamespace(reqs=[], is_empty=lambda: not others_run)
+    assert then.add_chunked_req(chunked) is chunked
+    assert add(then, waiting(engine, "action", TEXT[:1])) is AddReqResult.NO_TOKEN
+    assert then.can_run_list == []
+    given_up = engine.runtime.scheduler._pending_chunked_abort_req
+    if others_run:
+        assert given_up is None
+        engine.runtime.free_rows(taken)
+        assert adder(engine, chunk=4).add_chunked_req(chunked) is chunked
+        assert chunked.extend_len == 4
+    else:
+        assert given_up is chunked
+        assert "--precache-lr-tokens 20" in chunked.discard_output_reason.message
+
+
 def test_rows_that_a_request_will_pin_are_no_room_for_others(
     make: Callable[..., Engine],
 ) -> None:

@@ -28,7 +28,7 @@ with quiet_imports():
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 5, 2**40, 2**70, -7.5, "", "x", "\0"),
+    *(None, True, -1, -5, 0, 5, 2**40, 2**70, -7.5, "", "x", "(", "\0"),
     *([], [None], [""], [[]], [1], ["a", None], [5, 5], [[5], [5]], [[1], "a"], [{}, {"a": []}]),
     *({}, {"a": 1}, {"a": {"b": []}}, {"type": "x"}, [{"role": "user"}], [{"type": "function"}]),
 )
@@ -39,6 +39,11 @@ GENERATE = [field.name for field in dataclasses.fields(GenerateReqInput)]
 REQUESTS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "generate text": ("/generate", GENERATE, {"text": "one two", "sampling_params": GREEDY}),
     "generate tokens": ("/generate", GENERATE, {"input_ids": [5, 6, 7], "sampling_params": GREEDY}),
+    "generate with logprobs": (
+        "/generate",
+        GENERATE,
+        {"text": "one two", "return_logprob": True, "sampling_params": GREEDY},
+    ),
     "generate a batch": (
         "/generate",
         GENERATE,
@@ -74,6 +79,11 @@ REQUESTS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         list(OllamaGenerateRequest.model_fields),
         {"model": "plan", "prompt": "one two", "options": {"num_predict": 1}, "stream": False},
     ),
+    "ollama stream": (
+        "/api/generate",
+        ["options"],
+        {"model": "plan", "prompt": "one two", "options": {"num_predict": 1}},
+    ),
     "ollama chat": (
         "/api/chat",
         list(OllamaChatRequest.model_fields),
@@ -90,7 +100,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     args = ["--served-model-name", "tiny", "--log-level", "warning", "--dtype", "float32"]
     args += ["--max-total-tokens", "4000", "--context-length", "300"]
     # Else SGLang refuses hidden states before we can.
-    args += ["--max-loras-per-batch", "3", "--enable-return-hidden-states"]
+    args += ["--max-loras-per-batch", "3", "--enable-return-hidden-states", "--enable-metrics"]
     with ServerProcess(model, adapters, args) as running:
         yield running
 
@@ -110,7 +120,32 @@ def test_every_field_is_served_or_refused(kind: str, server: ServerProcess) -> N
     state = server.wait_for_backlog(timeout=120)
     assert state["problems"] == []
     assert state["lr_slots_pinned"] == 0
-    assert state["base_tokens_in_use"] == state["base_tokens"]
+    assert state["base_tokens_in_use"] == state["base_tokens"] + state["own_base_tokens"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"ebnf": "root ::= root", "temperature": 1, "top_p": 0.9},
+        {"ebnf": "root ::= root", "temperature": 1, "min_p": 0.1, "top_k": 5},
+        {"ebnf": "root ::= root", "temperature": 1},
+        {"logit_bias": {"5": 1e38}, "temperature": 1e-3, "top_p": 0.9},
+        {"logit_bias": {"5": -1e38, "6": 1e38}, "temperature": 1e-3},
+        {"temperature": 1e308, "top_k": 1, "repetition_penalty": 1e-9},
+        {"stop_regex": "("},
+        {"stop_regex": ["a", "(?P<"]},
+    ],
+    ids=str,
+)
+def test_no_sampling_ends_the_server(sampling: dict[str, Any], server: ServerProcess) -> None:
+    """Probabilities that are no numbers are one request's own trouble."""
+    body = {"text": "one two", "lora_path": "plan", "sampling_params": {"max_new_tokens": 3}}
+    body["sampling_params"] |= sampling
+    status, text = send(server, "/generate", body)
+    assert status < 500 or ("ebnf" in sampling and "Grammar" in text)
+    assert status == 400 or "stop_regex" not in sampling
+    good = {"text": "one two", "sampling_params": {"max_new_tokens": 3, "top_p": 0.9}}
+    assert send(server, "/generate", good)[0] == 200
 
 
 def send(server: ServerProcess, path: str, body: dict[str, Any]) -> tuple[int, str]:

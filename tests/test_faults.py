@@ -348,6 +348,9 @@ class Clients:
             if (read, read + counts["replayed"]) != (turn.compute_from, turn.base_len):
                 self._count("probe: evicted")
                 return
+            if meta["precache_match"]["provisional_tokens"]:
+                self._count("probe: provisional")
+                return
             if turn.base_len and meta["num_retractions"]:
                 self._count("probe: retracted")
                 return
@@ -433,31 +436,34 @@ def _at_rest(server: ServerProcess) -> dict[str, Any]:
 def _require_balance(state: dict[str, Any]) -> None:
     """Every slot in use is in the tree, and nobody holds on to one."""
     assert state["problems"] == []
-    assert state["base_tokens_in_use"] == state["base_tokens"]
+    assert state["base_tokens_in_use"] == state["base_tokens"] + state["own_base_tokens"]
     assert state["lr_slots_in_use"] == state["lr_slots_evictable"]
 
 
 @pytest.mark.parametrize(
-    ("method", "schedule", "lr_tokens"),
+    ("method", "schedule", "lr_tokens", "wait_ms"),
     [
-        ("rebaseshared", "auto", None),
-        ("rebaseshared", "db", None),
-        ("prelrshared", "lp", None),
-        ("baseshared", "lp", None),
+        ("rebaseown", "auto", None, -1),
+        ("rebaseshared", "auto", None, -1),
+        ("rebaseshared", "db", None, -1),
+        ("prelrshared", "lp", None, -1),
+        ("baseshared", "lp", None, -1),
         # Too few LR slots for the team: slices are evicted and rows left out.
-        ("rebaseshared", "lp", 1800),
-        ("rebaseshared", "auto", 1800),
-        ("prelrshared", "lp", 1800),
+        ("rebaseshared", "lp", 1800, -1),
+        ("rebaseshared", "auto", 1800, -1),
+        ("prelrshared", "lp", 1800, -1),
+        # And rows are replaced beside their readers.
+        ("rebaseown", "auto", 1800, 20),
     ],
 )
 def test_random_operations_lose_no_slot_and_leave_a_sound_cache(
-    assets: Assets, method: str, schedule: str, lr_tokens: int | None
+    assets: Assets, method: str, schedule: str, lr_tokens: int | None, wait_ms: int
 ) -> None:
     args = ["--dtype", "float32", "--skip-tokenizer-init"]
     args += ["--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8"]
     args += ["--max-loras-per-batch", "6", "--chunked-prefill-size", "128"]
     args += ["--schedule-conservativeness", "0.1", "--precache-method", method]
-    args += ["--precache-schedule", schedule]
+    args += ["--precache-schedule", schedule, "--precache-max-neutral-wait", str(wait_ms)]
     args += ["--lora-target-modules", *ATTENTION, *MLP, "--max-lora-rank", "16"]
     if lr_tokens is not None:
         args += ["--precache-lr-tokens", str(lr_tokens)]
@@ -478,7 +484,7 @@ def test_random_operations_lose_no_slot_and_leave_a_sound_cache(
         print({name: value for name, value in state.items() if name.startswith("total_")})
         print(log.count("Retract requests"), "retractions")
         # Else the operations were too tame to prove anything.
-        assert clients.probed >= 20
+        assert clients.probed >= (20 if wait_ms < 0 else 1)
         assert clients.outcomes["aborted"] >= 10
         assert "Retract requests" in log
         assert state["total_evicted_base"] > 0
@@ -495,13 +501,13 @@ def test_random_operations_lose_no_slot_and_leave_a_sound_cache(
         trajectory = Trajectory(server, reference, "last")
         rng = random.Random(2)
         for role in ("plan", "action", None, "write", "reflect", "plan"):
+            server.wait_for_backlog()
             trajectory.turn(role, _random_tokens(rng, 30), 8)
         assert trajectory.difference < TOLERANCE
         _require_balance(_at_rest(server))
         assert server.alive()
         log = server.log()
         # SGLang 0.5.23 releases an adapter that it never acquired when it refuses the request.
-        log = re.sub(r"Traceback .*\n(  .*\n)+TypeError: lora_id must be .*", "", log)
         log = re.sub(r"Traceback .*\n(  .*lora_registry.*\n(    .*\n)*)+KeyError: .*", "", log)
         assert "Traceback" not in log, log[log.index("Traceback") - 2000 :][:6000]
         assert "leak" not in log.lower()

@@ -34,9 +34,9 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_default_method_is_rebaseshared(server: ServerProcess) -> None:
+def test_the_default_method_is_rebaseown(server: ServerProcess) -> None:
     state = server.state()
-    assert state["method"] == "rebaseshared"
+    assert state["method"] == "rebaseown"
     assert state["schedule"] == "auto"
     assert state["teams"] == {"default": ["plan", "action", "reflect"]}
 

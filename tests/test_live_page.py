@@ -324,7 +324,7 @@ def test_the_page_is_alive_under_load(
             for cell in browser.find_elements(By.CSS_SELECTOR, "#roles .role-name > :last-child")
         ]
         assert browser.find_elements(By.TAG_NAME, "img") == []
-        assert browser.title == "precache: rebaseshared"
+        assert browser.title == "precache: rebaseown"
         fetched = browser.execute_script(
             "return performance.getEntriesByType('resource').map(entry => entry.name)"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import signal
 import socket
 import threading
 import time
@@ -191,7 +192,7 @@ def at_rest(server: ServerProcess) -> dict[str, Any]:
     until(lambda: server.state()["request_rows_in_use"] == 0)
     state = server.state()
     assert state["problems"] == []
-    assert state["base_tokens_in_use"] == state["base_tokens"]
+    assert state["base_tokens_in_use"] == state["base_tokens"] + state["own_base_tokens"]
     return state
 
 
@@ -243,6 +244,8 @@ def test_every_error_has_one_shape(client: httpx.Client, server: ServerProcess) 
     require_error(client.get("/generate"), 405, "Method Not Allowed")
     require_error(client.post("/precache/state"), 405)
     require_error(client.get("/v1/models", headers=bearer("wrong")), 401)
+    for key in (b"Bearer k\xc3\xa9", b"Bearer \xff\xfe", b"\xff"):
+        require_error(client.get("/v1/models", headers={"Authorization": key}), 401)
     require_error(client.get("/v1/models/nobody"), 404, "nobody")
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"):
         for text in ("{", "", "[]", "7", '{"messages": 3'):
@@ -601,6 +604,7 @@ def test_no_origin_may_read_by_default(other: ServerProcess) -> None:
 
 
 def test_what_outlasts_the_drain_is_cut_off(other: ServerProcess) -> None:
+    """After SIGINT as after SIGTERM."""
     sampling = {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": True}
     bodies = [
         {"input_ids": [20 + i] * 20, "sampling_params": sampling, "lora_path": role}
@@ -619,8 +623,8 @@ def test_what_outlasts_the_drain_is_cut_off(other: ServerProcess) -> None:
     asking.start()
     time.sleep(0.3)
     started = time.monotonic()
-    assert other.terminate(45) == 0
-    print(f"ended {time.monotonic() - started:.1f} s after SIGTERM")
+    assert other.terminate(45, signal.SIGINT) == 0
+    print(f"ended {time.monotonic() - started:.1f} s after SIGINT")
     for stream in streams:
         stream.join()
         assert stream.end == "abort"

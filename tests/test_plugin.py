@@ -204,7 +204,7 @@ def test_adapters_decide_what_the_method_is_when_none_is_given(
     lines = [line[3:] for line in result.stdout.splitlines() if line.startswith("=> ")]
     without, default, loaded_later, explicit, off, refused = map(json.loads, lines)
     assert without[:2] == ["off", None] and without[2] != "precache"
-    assert default == loaded_later == ["rebaseshared", "precache", "precache"]
+    assert default == loaded_later == ["rebaseown", "precache", "precache"]
     assert explicit == ["prelrshared", "precache", "precache"]
     assert off == without
     assert refused[0] == "SettingsError"

@@ -1442,6 +1442,8 @@ def test_a_rebase_does_not_disturb_the_writer_that_reads_the_turn(
     engine.check()
     assert engine.rows.req_to_token[req.kv.req_pool_idx, :15].equal(row)
     assert engine.tree.own_pinned_size == 12
+    # What the others would have read by now is room: nobody does.
+    assert not any(retired.rows.numel() for retired in engine.tree.retired)
     engine.finish(req)
     engine.check_idle()
 

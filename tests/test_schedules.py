@@ -144,7 +144,7 @@ def at_rest(server: ServerProcess) -> dict[str, Any]:
     assert state["problems"] == []
     assert state["shadow_tokens"] == 0
     assert state["lr_slots_pinned"] == 0
-    assert state["base_tokens_in_use"] == state["base_tokens"]
+    assert state["base_tokens_in_use"] == state["base_tokens"] + state["own_base_tokens"]
     assert state["lr_slots_in_use"] == state["lr_slots_evictable"]
     return state
 

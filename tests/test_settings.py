@@ -109,7 +109,8 @@ def test_off_has_no_policy() -> None:
         ({"max_neutral_wait_ms": -2}, ("--precache-max-neutral-wait", "-2", "-1")),
         ({"metrics_roles": -1}, ("--precache-metrics-roles", "-1", "0")),
         ({"teams": {"a": ["plan"], "b": ["plan"]}}, ("--precache-team", "'plan'", "'a'", "'b'")),
-        ({"teams": {"a": ["plan", "plan"]}}, ("--precache-team", "'plan'")),
+        ({"teams": {"a": ["plan", "plan"]}}, ("--precache-team", "'plan'", "once")),
+        ({"teams": {"default": ["plan"]}}, ("--precache-team", "'default'", "another name")),
     ],
 )
 def test_a_wrong_value_is_refused_with_flag_value_and_remedy(
@@ -239,7 +240,7 @@ def test_a_team_that_is_not_name_and_roles_is_refused(item: str) -> None:
 
 def test_a_team_given_twice_is_refused() -> None:
     with pytest.raises(SettingsError, match="'qa' twice"):
-        parse_teams(["qa=plan", "qa=action"])
+        parse_teams(["qa=plan", " qa =action"])
 
 
 # -- the methods table -------------------------------------------------------
