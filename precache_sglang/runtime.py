@@ -379,7 +379,9 @@ class Runtime:
         if self.lr_pool is None:
             return True
         needed = sum(state_of(req).own_key is not None for req in reqs)
-        return self.make_room_for_rows(needed + self._promised_rows())
+        # SGLang aborts a last request that does not fit, but a chunk can wait.
+        promised = self._promised_rows() if len(reqs) > 1 else 0
+        return self.make_room_for_rows(needed + promised)
 
     def make_room_for_rows(self, num_slots: int) -> bool:
         """Whether users' tokens find so many LR slots, at the cost of rows that are not owed."""

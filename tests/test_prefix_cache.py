@@ -489,17 +489,21 @@ def test_slots_promised_to_a_prompt_in_chunks_come_back_from_a_turn_that_ended(
 def test_decoding_leaves_what_a_prompt_in_chunks_was_promised(make: Callable[..., Engine]) -> None:
     engine = make("prelrshared", lr_slots=20)
     first, long = engine.start("plan", TEXT[:4]), engine.start("action", [7, *TEXT[4:15]])
-    engine.extend(first)
+    second = engine.start("reflect", [8, 9])
+    for req in (first, second):
+        engine.extend(req)
     engine.extend(long, to=4)
     engine.runtime.scheduler.chunked_req = long
-    for token in range(4):
-        assert engine.runtime.can_decode([first])
-        engine.decode(first, token)
-    assert not engine.runtime.can_decode([first]), "eight slots are left, all promised"
+    assert engine.runtime.can_decode([first, second])
+    for req in (first, second):
+        engine.decode(req, 0)
+    assert not engine.runtime.can_decode([first, second]), "eight slots are left, all promised"
+    assert engine.runtime.can_decode([first]), "alone it would be aborted: the chunk can wait"
     engine.extend(long, to=8)
     engine.extend(long)
     engine.runtime.scheduler.chunked_req = None
     engine.finish(first)
+    engine.finish(second)
     engine.finish(long)
     engine.check_idle()
 
