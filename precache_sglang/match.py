@@ -22,6 +22,7 @@ from precache_sglang.request import RequestState, state_of
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from precache_sglang.prefix_cache import PrecacheRadixCache
     from precache_sglang.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def match_of(runtime: Runtime, req: Req, others: Iterable[Req]) -> Match:
         prompt_tokens=len(prompt),
         base_tokens=base,
         rows_tokens=rows,
-        provisional_tokens=_provisional(path, base),
+        provisional_tokens=_provisional(tree, path, state, base),
         reason=reason,
         rows_reason=_rows_reason(path, state, rows, min(base, readable)),
         **shown,
@@ -137,10 +138,12 @@ def _path(root: TreeNode, last: TreeNode) -> list[TreeNode]:
     return path[::-1]
 
 
-def _provisional(path: list[TreeNode], end: int) -> int:
+def _provisional(
+    tree: PrecacheRadixCache, path: list[TreeNode], state: RequestState, end: int
+) -> int:
     tokens = position = 0
     for node in path:
-        if node.provisional and not node.exact:
+        if tree.is_read_provisionally(node, state):
             tokens += max(0, min(position + len(node.key), end) - position)
         position += len(node.key)
     return tokens

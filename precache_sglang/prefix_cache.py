@@ -258,7 +258,7 @@ class PrecacheRadixCache(RadixCache):
         for node in path:
             if node.provisional and not self._may_read(node, state):
                 break
-            exact = exact and (not node.provisional or self._is_own(node, state))
+            exact = exact and not self.is_read_provisionally(node, state)
             last = node
             node.last_access_time = now
             if lr_len == base_len and self._readable(node, state):
@@ -282,6 +282,10 @@ class PrecacheRadixCache(RadixCache):
         if state.job is not None:
             return False  # a neutral pass starts where neutral base KV ends
         return not self.method.own_base or state.impatient or self._is_own(node, state)
+
+    def is_read_provisionally(self, node: TreeNode, state: RequestState) -> bool:
+        """Whether the request reads base KV of `node` that it should not, were there time."""
+        return bool(node.provisional) and not self._is_own(node, state)
 
     def _is_own(self, node: TreeNode, state: RequestState) -> bool:
         """Whether the adapted base KV of `node` is what the request is to read."""

@@ -24,6 +24,8 @@ from precache_sglang.launch.process import ServerError, ServerProcess
 from reference import ReferenceEngine, Weights
 from tiny import make_adapter, make_model
 
+from precache_sglang.methods import METHODS
+
 NUM_OPERATIONS = 300
 NUM_PHASES = 3  # after each, the server comes to rest and every slot is accounted for
 NUM_CLIENTS = 8
@@ -350,6 +352,9 @@ class Clients:
                 return
             if meta["precache_match"]["provisional_tokens"]:
                 self._count("probe: provisional")
+                return
+            if counts["own"] and METHODS[self.method].own_base:
+                self._count("probe: own base may have been evicted")
                 return
             if turn.base_len and meta["num_retractions"]:
                 self._count("probe: retracted")

@@ -337,13 +337,21 @@ def test_nonshared_names_the_other_role(make: Callable[..., Engine]) -> None:
     assert match is not None and match.reason is match_module.Reason.FIRST_PROMPT
 
 
-def test_provisional_tokens_are_counted(make: Callable[..., Engine]) -> None:
-    engine = make("rebaseshared", max_neutral_wait_ms=0)
+@pytest.mark.parametrize("method", ["rebaseshared", "rebaseown"])
+def test_provisional_tokens_are_counted(make: Callable[..., Engine], method: str) -> None:
+    engine = make(method, max_neutral_wait_ms=0)
     engine.turn("plan", range(100, 120))
-    engine.runtime.backlog.publish_provisionally(engine.runtime.backlog.jobs[0])
-    match = state_of(engine.turn("action", range(100, 125))).match
-    assert match is not None
-    assert (match.base_tokens, match.provisional_tokens) == (20, 20)
+    for job in list(engine.runtime.backlog.jobs):
+        engine.runtime.backlog.publish_provisionally(job)
+    # The writer's own base is what rebaseown wants it to read.
+    expected = {"plan": 0 if method == "rebaseown" else 20, "action": 20}
+    for role, provisional in expected.items():
+        req = engine.start(role, [*range(100, 120), 7, 8], impatient=True)
+        engine.extend(req)
+        match = state_of(req).match
+        assert match is not None
+        assert (match.base_tokens, match.provisional_tokens) == (20, provisional)
+        engine.abort(req)
 
 
 def test_what_evicted_children_leave_behind_is_bounded(make: Callable[..., Engine]) -> None:

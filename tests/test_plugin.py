@@ -220,7 +220,7 @@ def launch_server(model: Path, adapters: dict[str, Path]) -> Iterator[ServerProc
 
 def test_sglangs_own_command_shares_by_the_default_method(launch_server: ServerProcess) -> None:
     context = list(range(20, 60))
-    assert launch_server.state()["method"] == "rebaseshared"
+    assert launch_server.state()["method"] == "rebaseown"
     first = generate(launch_server, context, "plan")
     launch_server.wait_for_backlog()
     second = generate(launch_server, context + first["output_ids"], "action")
