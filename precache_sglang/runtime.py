@@ -113,6 +113,9 @@ class Runtime:
         self.kernels = settings.kernels
         self.scheduler: Scheduler | None = None
         self.exporter: Exporter | None = None
+        # The batch that slots are handed out for. After a decode step, a prompt's last chunk is
+        # in no other place: SGLang has let go of it, and does not know the new batch yet.
+        self._prepared: list[Req] = []
         model_config = lora_manager.base_hf_config
         self.num_layers: int = model_config.num_hidden_layers
         self.dtype = lora_manager.dtype
@@ -325,6 +328,7 @@ class Runtime:
             reqs += batch.reqs if batch is not None else []
         if scheduler.chunked_req is not None:
             reqs.append(scheduler.chunked_req)
+        reqs += self._prepared
         for req in reqs:
             if id(req) not in seen:
                 seen.add(id(req))
@@ -552,9 +556,11 @@ class Runtime:
 
     def _assign_rows(self, batch: ScheduleBatch, spans: list[tuple[Req, int, int]]) -> None:
         self._note_peaks()
+        self._prepared = list(batch.reqs)
         batch.precache_write_slots = self._allot(
             [(state_of(req), req.kv.req_pool_idx, start, end) for req, start, end in spans]
         )
+        self._prepared = []
 
     def add_neutral_spans(self, batch: ScheduleBatch, spans: list[NeutralSpan]) -> None:
         """Let neutral tokens ride along in the forward of `batch`, behind its own tokens."""

@@ -486,6 +486,26 @@ def test_slots_promised_to_a_prompt_in_chunks_come_back_from_a_turn_that_ended(
     engine.check_idle()
 
 
+def test_a_last_chunk_takes_the_rows_that_its_prompt_wrote_for_others(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseshared", lr_slots=26, max_neutral_wait_ms=0)
+    long = engine.start("plan", TEXT[:12])
+    engine.extend(long, to=8)
+    assert engine.runtime.lr_pool.available_size() == 2
+    # After a decode step of others, SGLang's scheduler has let go of it.
+    scheduler = engine.runtime.scheduler
+    scheduler.running_batch = SimpleNamespace(reqs=[])
+    engine.extend(long)
+    scheduler.running_batch = SimpleNamespace(reqs=engine.running)
+    assert list(state_of(long).rows) == [engine.key_of("plan")]
+    assert engine.runtime.stats.dropped_rows == 16
+    engine.check()
+    engine.finish(long)
+    engine.drain()
+    engine.check_idle()
+
+
 def test_decoding_leaves_what_a_prompt_in_chunks_was_promised(make: Callable[..., Engine]) -> None:
     engine = make("prelrshared", lr_slots=20)
     first, long = engine.start("plan", TEXT[:4]), engine.start("action", [7, *TEXT[4:15]])
