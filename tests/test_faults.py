@@ -449,13 +449,11 @@ def _require_balance(state: dict[str, Any]) -> None:
     ("method", "schedule", "lr_tokens", "wait_ms"),
     [
         ("rebaseown", "auto", None, -1),
-        ("rebaseshared", "auto", None, -1),
         ("rebaseshared", "db", None, -1),
         ("prelrshared", "lp", None, -1),
         ("baseshared", "lp", None, -1),
         # Too few LR slots for the team: slices are evicted and rows left out.
         ("rebaseshared", "lp", 1800, -1),
-        ("rebaseshared", "auto", 1800, -1),
         ("prelrshared", "lp", 1800, -1),
         # And rows are replaced beside their readers.
         ("rebaseown", "auto", 1800, 20),

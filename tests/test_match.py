@@ -78,6 +78,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-loras-per-batch", "5"]
     args += ["--max-total-tokens", "3000", "--precache-lr-tokens", "4000"]
     args += ["--max-running-requests", "6", "--precache-schedule", "lp"]
+    # A turn's own base would make the base KV of others leave before their rows do.
+    args += ["--precache-own-base-fraction", "0"]
     args += ["--precache-team", "pair=plan,action,late", "--precache-team", "other=alone"]
     with ServerProcess(model, adapters, args) as running:
         yield Served(running, late)
