@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from precache_sglang.methods import METHODS
 
-METHODS_SHOWN = tuple(name for name in METHODS if name != "baselrshared")  # needs equal A
+METHODS_SHOWN = ("nonshared", "fullshared", "baseshared", "prelrshared", "rebaseshared")
 TRACE = "5.0k"
 
 
