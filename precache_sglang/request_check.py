@@ -68,13 +68,13 @@ def check_before_counting(request: GenerateReqInput) -> None:
         raise ValueError("lora_id is SGLang's own; name the role in lora_path instead.")
     _check_logprobs(request.logprob_start_len)
     _check_labels(request.custom_labels)
-    given = request.sampling_params
-    if given is None:
+    sampling = request.sampling_params
+    if sampling is None:
         return
-    each = given if isinstance(given, list) else [given]
+    each = sampling if isinstance(sampling, list) else [sampling]
     if not each or not all(isinstance(params, dict) for params in each):
         raise ValueError(
-            f"sampling_params {given!r:.100} is neither an object nor a list with one for each "
+            f"sampling_params {sampling!r:.100} is neither an object nor a list with one for each "
             "prompt; send one, or leave it out."
         )
     for params in each:

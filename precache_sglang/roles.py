@@ -106,6 +106,10 @@ class RoleRegistry:
                 return team
         return DEFAULT_TEAM
 
+    def team_names(self) -> list[str]:
+        """All teams, in the order that namespaces number them."""
+        return [*self.teams, DEFAULT_TEAM]
+
     def of_team(self, team: str) -> list[Adapter]:
         return [a for a in self.adapters.values() if a.team == team]
 

@@ -18,7 +18,7 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 
 from precache_sglang.adapter_tables import NO_ADAPTER
 from precache_sglang.backlog import Backlog
-from precache_sglang.config import DEFAULT_TEAM, Settings
+from precache_sglang.config import Settings
 from precache_sglang.errors import AdapterError, PatchError, UnsupportedError
 from precache_sglang.lr_pool import LRPool
 from precache_sglang.match import MatchLog, match_of
@@ -237,17 +237,14 @@ class Runtime:
         if not self.method.shared:
             mine = state.adapter.content if state.adapter else "none"
         else:
-            mine = f"t{self._team_names_in_order().index(state.team)}"
+            mine = f"t{self.roles.team_names().index(state.team)}"
         return f"{mine}:{extra_key or ''}"
-
-    def _team_names_in_order(self) -> list[str]:
-        return [*self.roles.teams, DEFAULT_TEAM]
 
     def sibling_namespaces(self, state: RequestState, namespace: str) -> Iterator[str]:
         """Namespaces of the same tenant under other teams (without sharing: other roles)."""
         mine, _, callers = namespace.partition(":")
         if self.method.shared:
-            teams = range(len(self._team_names_in_order()))
+            teams = range(len(self.roles.team_names()))
             siblings = {f"t{index}" for index in teams}
         else:
             siblings = {adapter.content for adapter in self.roles.adapters.values()} | {"none"}

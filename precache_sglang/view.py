@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from precache_sglang.config import DEFAULT_TEAM
 from precache_sglang.metrics import RESERVED
 from precache_sglang.request import state_of
 
@@ -163,7 +162,7 @@ def _pools(runtime: Runtime) -> dict[str, dict[str, int]]:
 def _nodes(runtime: Runtime, names: _Names) -> Iterator[dict[str, Any]]:
     """The nodes used last, each after its parent."""
     now = time.monotonic()
-    teams = [*runtime.roles.teams, DEFAULT_TEAM]
+    teams = runtime.roles.team_names()
     serial = itertools.count()
     heap: list[tuple[float, int, TreeNode]] = []
 
