@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class PrecachePrefillAdder(PrefillAdder):
-    """SGLang's adder, with three corrections.
+    """SGLang's adder, with four corrections.
 
     Replayed tokens are computed but need no KV slot: charging them would keep a role out
     of a pool that is full of the very context it wants to read. A request needs LR slots
-    for its own adapter. And of two roles that bring the same new tokens, one feeds them
-    and the other reads them one step later, where the first one's pass is what counts.
+    for its own adapter. Own base and rows that it will read are no room for anything once
+    it runs. And of two roles that bring the same new tokens, one feeds them and the other
+    reads them one step later, where the first one's pass is what counts.
 
-    A chunk whose rows have gone to others all the same waits until these end.
+    A chunk whose slots have gone to others all the same waits until these end.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,9 +39,20 @@ class PrecachePrefillAdder(PrefillAdder):
         self, req: Req, *, extend_input_len: int, total_tokens: int, **kwargs: Any
     ) -> tuple[bool, int | None]:
         total_tokens -= min(_replayed(req), extend_input_len)
-        return super()._check_prefill_budget(
-            req, extend_input_len=extend_input_len, total_tokens=total_tokens, **kwargs
-        )
+
+        def check(num_tokens: int) -> tuple[bool, int | None]:
+            found: tuple[bool, int | None] = super(
+                PrecachePrefillAdder, self
+            )._check_prefill_budget(
+                req, extend_input_len=extend_input_len, total_tokens=num_tokens, **kwargs
+            )
+            return found
+
+        fits = check(total_tokens + _own_to_pin(req))
+        if not fits[0] and (fits := check(total_tokens))[0]:
+            # It reads neutral base instead, as if its own had been evicted a moment ago.
+            _drop_own(req)
+        return fits
 
     def add_chunked_req(self, req: Req) -> Req | None:
         # All its rows were promised when its first chunk was admitted; keep the promise
@@ -48,14 +60,26 @@ class PrecachePrefillAdder(PrefillAdder):
         needed = self._rows_needed(req)
         self._promised_rows += needed
         runtime = current()
-        now = min(needed, self.rem_chunk_tokens or needed)
-        if now and runtime is not None and not runtime.make_room_for_rows(now):
+        if runtime is not None and (short := self._missing(req, needed, runtime)) is not None:
             self._is_parked = True
             if self.running_batch.is_empty():
-                _give_up(req, runtime)
+                _give_up(req, runtime, short)
             return req
         rest: Req | None = super().add_chunked_req(req)
         return rest
+
+    def _missing(self, req: Req, num_rows: int, runtime: Runtime) -> str | None:
+        """The flag of the pool that has no room for the next chunk of `req`, if one has none."""
+        limit = self.rem_chunk_tokens or num_rows
+        if num_rows and not runtime.make_room_for_rows(min(num_rows, limit)):
+            assert runtime.lr_pool is not None
+            return f"--precache-lr-tokens {runtime.lr_pool.size}"
+        # SGLang makes the chunk as small as need be, but of at least one token.
+        left = len(req.full_untruncated_fill_ids) - req.prefix_len - _replayed(req)
+        while left > 0 and self.rem_total_tokens <= 0:
+            if runtime.backlog.drop_oldest() is None:
+                return f"--max-total-tokens {self.token_to_kv_pool_allocator.size}"
+        return None
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         if self._is_parked:
@@ -74,9 +98,9 @@ class PrecachePrefillAdder(PrefillAdder):
 
     def _commit_prefill_admission(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super()._commit_prefill_admission(req, *args, **kwargs)
-        replayed = min(_replayed(req), req.extend_len)
-        self.memory_budget.total_offset -= replayed
-        self.memory_budget.current_offset -= replayed
+        change = _own_to_pin(req) - min(_replayed(req), req.extend_len)
+        self.memory_budget.total_offset += change
+        self.memory_budget.current_offset += change
 
     def _fed_in_this_step(self, req: Req) -> bool:
         """Whether another role is about to publish tokens that `req` would compute too."""
@@ -111,12 +135,12 @@ class PrecachePrefillAdder(PrefillAdder):
         return rows
 
 
-def _give_up(req: Req, runtime: Runtime) -> None:
-    """End a prompt in chunks whose next rows nobody will ever make room for."""
-    assert runtime.scheduler is not None and runtime.lr_pool is not None
+def _give_up(req: Req, runtime: Runtime, short: str) -> None:
+    """End a prompt in chunks for whose next chunk nobody will ever make room."""
+    assert runtime.scheduler is not None
     req.discard_output_reason = FINISH_ABORT(
-        "No room for the prompt's low-rank rows beside those it reads "
-        f"(--precache-lr-tokens {runtime.lr_pool.size}). Start with a larger pool, or try again.",
+        f"No room for the rest of the prompt beside what it reads ({short}). Start with a larger "
+        "pool, or try again.",
         status_code=HTTPStatus.SERVICE_UNAVAILABLE,
         err_type="ServiceUnavailable",
     )
@@ -125,3 +149,18 @@ def _give_up(req: Req, runtime: Runtime) -> None:
 
 def _replayed(req: Req) -> int:
     return max(0, state_of(req).base_len - req.prefix_len)
+
+
+def _own_to_pin(req: Req) -> int:
+    """Tokens of own base that are evictable until `req` runs."""
+    runtime = current()
+    if runtime is None:
+        return 0
+    return sum(len(node.key) for node in runtime.tree.own_to_pin(req))
+
+
+def _drop_own(req: Req) -> None:
+    runtime = current()
+    assert runtime is not None
+    for node in runtime.tree.own_to_pin(req):
+        runtime.stats.evicted_own += runtime.tree.drop_own(node)

@@ -712,6 +712,17 @@ class PrecacheRadixCache(RadixCache):
         self.stats.evicted_own += freed
         return freed
 
+    def own_to_pin(self, req: Req) -> list[TreeNode]:
+        """Nodes whose own base is evictable now and will be pinned when the matched `req` runs."""
+        state = state_of(req)
+        nodes: list[TreeNode] = []
+        node = req.last_node
+        while state.job is None and node is not self.root_node:
+            if node.own is not None and not node.own_pins and self._is_own(node, state):
+                nodes.append(node)
+            node = node.parent
+        return nodes
+
     def _pin_own(self, state: RequestState) -> None:
         """Pin base KV of its own adapted passes that an admitted request reads."""
         state.own_spans = []

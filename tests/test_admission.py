@@ -114,6 +114,66 @@ def test_rows_that_a_request_will_pin_are_no_room_for_others(
     assert add(to, waiting(engine, "action", OTHER[:8])) is AddReqResult.CONTINUE
 
 
+def test_own_base_that_a_request_will_pin_is_no_room_for_others(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseown", base_slots=40)
+    engine.turn("plan", TEXT[:10])
+    engine.drain()
+    assert engine.tree.own_evictable_size == 10
+    to = adder(engine)
+    # 20 slots are free and 10 evictable; the first request pins those and needs 4 and 2 more.
+    assert add(to, waiting(engine, "plan", TEXT[:14])) is AddReqResult.CONTINUE
+    assert add(to, waiting(engine, "action", OTHER[:12])) is AddReqResult.NO_TOKEN
+    other = waiting(engine, "action", OTHER[:8])
+    assert add(to, other) is AddReqResult.CONTINUE
+    for req in to.can_run_list:
+        engine.extend(req)
+    assert engine.tree.own_pinned_size == 10
+
+
+def test_own_base_that_leaves_no_room_for_its_readers_next_tokens_goes(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make("rebaseown", base_slots=30)
+    engine.turn("plan", TEXT[:10])
+    engine.drain()
+    to = adder(engine)
+    req = waiting(engine, "plan", TEXT[:10] + OTHER[:14])
+    assert add(to, req) is AddReqResult.CONTINUE
+    engine.extend(req)
+    assert engine.tree.own_size() == 0
+    assert engine.runtime.stats.evicted_own == 10
+
+
+@pytest.mark.parametrize("others_run", [True, False])
+def test_a_chunk_without_kv_slots_waits_or_is_given_up(
+    make: Callable[..., Engine], others_run: bool
+) -> None:
+    engine = make("rebaseown", base_slots=20)
+    chunked = waiting(engine, "plan", OTHER[:12])
+    add(adder(engine, chunk=4), chunked)
+    engine.extend(chunked, to=4)
+    chunked.init_next_round_input()
+    taken = engine.allocator.alloc(engine.allocator.available_size())  # decode steps of others
+    engine.runtime.scheduler.chunked_req = chunked
+    engine.runtime.scheduler._pending_chunked_abort_req = None
+    then = adder(engine, chunk=4)
+    then.running_batch = SimpleNamespace(reqs=[], is_empty=lambda: not others_run)
+    assert then.add_chunked_req(chunked) is chunked
+    assert then.can_run_list == []
+    given_up = engine.runtime.scheduler._pending_chunked_abort_req
+    if others_run:
+        assert given_up is None
+        engine.allocator.free(taken)
+        then = adder(engine, chunk=4)
+        assert then.add_chunked_req(chunked) is chunked
+        assert then.can_run_list == [chunked]
+    else:
+        assert given_up is chunked
+        assert "--max-total-tokens 20" in chunked.discard_output_reason.message
+
+
 def test_replayed_tokens_need_no_kv_slot(make: Callable[..., Engine]) -> None:
     engine = make("baseshared", base_slots=20)
     engine.turn("plan", TEXT[:14])

@@ -16,6 +16,7 @@ from precache_sglang.launch.model import demo_adapters, ensure_demo_model
 from precache_sglang.launch.process import ServerError, ServerProcess
 from standins import quiet_imports
 
+from precache_sglang.config import DEFAULT_TEAM
 from precache_sglang.errors import SettingsError
 from precache_sglang.methods import METHODS
 from precache_sglang.tenants import namespace, read_tenants
@@ -227,9 +228,8 @@ def _cache_key(method: str, teams: list[str], caller: Caller) -> Any:
     """What the tree tells children of its root apart by, for one prompt."""
     team, tenant, extra_key, salt = caller
     runtime: Any = SimpleNamespace(
-        method=METHODS[method], roles=SimpleNamespace(teams=dict.fromkeys(teams, ()))
+        method=METHODS[method], roles=SimpleNamespace(team_names=lambda: [*teams, DEFAULT_TEAM])
     )
-    runtime._team_names_in_order = lambda: Runtime._team_names_in_order(runtime)
     state: Any = SimpleNamespace(team=team, adapter=SimpleNamespace(content=f"hash of {team}"))
     name = Runtime.namespace(runtime, state, namespace(tenant, extra_key))
     return RadixKey([5, 6, 7], name, cache_salt=salt).child_key(1)
