@@ -32,6 +32,23 @@ from xdist.scheduler import LoadScopeScheduling
 _status = pytest.ExitCode.OK
 
 
+def _forget_current_test() -> None:
+    """Servers that inherit the same environment are forked from one process that has SGLang
+    imported; pytest's name of the current test would give each of them its own.
+    """
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    _forget_current_test()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    _forget_current_test()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny llama."""
