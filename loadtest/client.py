@@ -17,6 +17,7 @@ from report import Failure, Run, Turn
 from traces import Step
 
 CONNECT_LIMIT, READ_LIMIT = 10.0, 300.0  # seconds
+KEEP_ALIVE = 2.0  # seconds; servers close what idles for longer (SGLang: 5), maybe as we send
 DRAIN_LIMIT = 180.0  # seconds in which nothing may be owed any more after the load
 
 # Called with kind, name, milliseconds, size and an error, if any: one of Locust's metrics.
@@ -75,6 +76,7 @@ class Client:
         self.started = started
         self.session = requests.Session()
         self.session.trust_env = False  # never through a proxy
+        self._idle_since = 0.0
 
     # -- turns ---------------------------------------------------------------
 
@@ -155,12 +157,20 @@ class Client:
         self.report(what, name, 0.0, 0, f"{status} {text[:200]}")
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> requests.Response:
-        return self.session.post(
-            self.url + path, json=body, timeout=(CONNECT_LIMIT, READ_LIMIT), **kwargs
-        )
+        return self._send("POST", path, json=body, **kwargs)
 
     def get(self, path: str) -> requests.Response:
-        return self.session.get(self.url + path, timeout=(CONNECT_LIMIT, READ_LIMIT))
+        return self._send("GET", path)
+
+    def _send(self, method: str, path: str, **kwargs: Any) -> requests.Response:
+        if time.perf_counter() - self._idle_since > KEEP_ALIVE:
+            self.session.close()  # its connections; the next request opens one
+        try:
+            return self.session.request(
+                method, self.url + path, timeout=(CONNECT_LIMIT, READ_LIMIT), **kwargs
+            )
+        finally:
+            self._idle_since = time.perf_counter()
 
     def state(self) -> dict[str, Any] | None:
         """``GET /precache/state``; None on stock SGLang."""

@@ -8,9 +8,12 @@ import math
 import random
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import client
 import pytest
 import shapes
 from client import lost
@@ -238,6 +241,35 @@ AT_REST = {
     "lr_slots_pinned": 0,
     "request_rows_in_use": 0,
 }
+
+
+@pytest.mark.parametrize(("keep_alive", "connections"), [(60.0, 1), (0.0, 3)])
+def test_no_request_goes_over_a_connection_that_the_server_may_be_closing(
+    keep_alive: float, connections: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            seen.add(self.client_address)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(client, "KEEP_ALIVE", keep_alive)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        user = client.Client(f"http://127.0.0.1:{server.server_port}", run, print, 0.0)
+        for _ in range(3):
+            assert user.get("/").status_code == 200
+        user.close()
+        server.shutdown()
+    assert len(seen) == connections
 
 
 def test_what_the_cache_holds_is_lost_only_after_a_flush() -> None:
