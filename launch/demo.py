@@ -40,7 +40,9 @@ def demo(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="precache-sglang demo", description=__doc__)
     parser.add_argument("--methods", nargs="+", default=list(METHODS_SHOWN), choices=list(METHODS))
     parser.add_argument("--trajectories", type=Path, help="JSONL file; default: the shipped one")
-    parser.add_argument("--num-trajectories", type=int, default=1)
+    parser.add_argument(
+        "--num-trajectories", type=int, default=1, help="the shortest ones are replayed"
+    )
     parser.add_argument("--trace", default=TRACE)
     parser.add_argument("--out", type=Path, default=Path("demo-results"))
     args = parser.parse_args(argv)
@@ -48,7 +50,8 @@ def demo(argv: Sequence[str]) -> None:
     start = time.perf_counter()
     model = ensure_demo_model()
     adapters = demo_adapters()
-    trajectories = load_trajectories(args.trajectories)[: args.num_trajectories]
+    trajectories = sorted(load_trajectories(args.trajectories), key=lambda t: t.n_tokens)
+    trajectories = trajectories[: args.num_trajectories]
     trace = load_trace(args.trace)
     encode, decode = _tokenizer(model)
     num_turns = sum(len(t.turns) for t in trajectories) + len(trace)
