@@ -1,9 +1,10 @@
-"""sglang.srt.entrypoints.openai.usage_processor
+"""sglang.srt.entrypoints.openai.usage_processor and protocol
 
 Why: clients of the OpenAI endpoints see where their prompt's tokens came from, too.
 How: ``usage`` gets two fields more: ``precache``, summed over prompts like ``prompt_tokens``,
 and ``precache_match``, a list with one item per prompt. SGLang's streaming code keeps only
-token counts, so there the records ride on the count itself (`PromptTokens`).
+token counts, so there the records ride on the count itself (`PromptTokens`), and
+``/v1/responses`` makes its ``usage`` of that count.
 Gone when: ``UsageInfo`` takes extra fields and streaming passes ``meta_info`` on.
 """
 
@@ -19,42 +20,52 @@ from precache_sglang.streamer import INFO_KEY, MATCH_KEY, PromptTokens
 # Counts and match of one prompt.
 _Records = tuple[Mapping[str, int] | None, Mapping[str, Any] | None]
 
-_allowed = False
-
 
 def _with_records(usage: Any, records: Iterable[_Records]) -> Any:
     found = [(counts, match) for counts, match in records if counts]
     if found:
-        _allow_extra_field()
         total = {name: sum(counts[name] for counts, _ in found) for name in found[0][0]}
         setattr(usage, INFO_KEY, total)
         setattr(usage, MATCH_KEY, [match for _, match in found])
     return usage
 
 
-def _allow_extra_field() -> None:
-    """Let `UsageInfo` carry a field it does not declare, in every response that embeds it."""
-    global _allowed
-    if _allowed:
-        return
-    _allowed = True
+def allow_extra_fields(name: str, protocol: Any) -> None:
+    """Let a model carry fields it does not declare, in every response that embeds it."""
     from pydantic import BaseModel
+
+    cls = getattr(protocol, name)
+    if cls.model_config.get("extra") == "allow":
+        return
+    cls.model_config["extra"] = "allow"
+    cls.model_rebuild(force=True)
+    models = [
+        model
+        for model in vars(protocol).values()
+        if isinstance(model, type) and issubclass(model, BaseModel)
+    ]
+    # A response model holds a compiled copy of the models inside it, and an event one of that.
+    for field in ("usage", "message"):
+        for model in models:
+            if field in model.model_fields:
+                model.model_rebuild(force=True)
+
+
+def before_usage_init(usage: Any, **fields: Any) -> None:
     from sglang.srt.entrypoints.openai import protocol
 
-    protocol.UsageInfo.model_config["extra"] = "allow"
-    protocol.UsageInfo.model_rebuild(force=True)
-    # A response model holds a compiled copy of the models inside it.
-    for model in list(vars(protocol).values()):
-        if not isinstance(model, type) or not issubclass(model, BaseModel):
-            continue
-        if "usage" in model.model_fields:
-            model.model_rebuild(force=True)
+    allow_extra_fields("UsageInfo", protocol)
+
+
+def after_usage_init(_result: None, usage: Any, **fields: Any) -> None:
+    count = fields.get("prompt_tokens")
+    if isinstance(count, PromptTokens):
+        _with_records(usage, [(count.counts, count.match)])
 
 
 def around_calculate_response_usage(
     original: Callable[..., Any], responses: list[dict[str, Any]], n_choices: int = 1, **kw: Any
 ) -> Any:
-    _allow_extra_field()
     usage = original(responses, n_choices, **kw)
     first_of_each = responses[::n_choices]
     infos = (response["meta_info"] for response in first_of_each)
@@ -64,7 +75,6 @@ def around_calculate_response_usage(
 def around_calculate_streaming_usage(
     original: Callable[..., Any], prompt_tokens: Mapping[int, int], *args: Any, **kwargs: Any
 ) -> Any:
-    _allow_extra_field()
     usage = original(prompt_tokens, *args, **kwargs)
     n_choices = kwargs.get("n_choices", 1)
     return _with_records(
@@ -77,8 +87,11 @@ def around_calculate_streaming_usage(
     )
 
 
+_USAGE = "sglang.srt.entrypoints.openai.protocol.UsageInfo.__init__"
 _PROCESSOR = "sglang.srt.entrypoints.openai.usage_processor.UsageProcessor"
 PATCHES = [
+    Patch(_USAGE, "before", before_usage_init, main_process_only=True),
+    Patch(_USAGE, "after", after_usage_init, main_process_only=True),
     Patch(
         f"{_PROCESSOR}.calculate_response_usage",
         "around",

@@ -41,6 +41,16 @@ _ALWAYS = ("/health", "/ready", "/metrics")
 # Seconds after which a client may try again: a queue that is full, a server that restarts.
 _RETRY_AFTER = "1"
 _RETRY_AFTER_DRAIN = "10"
+# In the error of ``/v1/responses``: the status that the engine gave it.
+STATUS_KEY = "status_code"
+# ``/v1/messages`` says the status of a stream's error by its type alone.
+_ANTHROPIC_STATUS = {
+    "invalid_request_error": 400,
+    "not_found_error": 404,
+    "rate_limit_error": 429,
+    "api_error": 500,
+    "overloaded_error": 503,
+}
 # Seconds for what is cut off to reach its clients.
 _GRACE = 2.0
 
@@ -199,6 +209,7 @@ class _Answer:
         self._send = send
         self._done = done
         self._held: Message | None = None
+        self._preludes: list[Message] = []  # of a stream that is held
         self._body = b""
         self._started = False
         self._ended = False
@@ -228,6 +239,9 @@ class _Answer:
             return False
         if not body and more:
             return False
+        if more and _is_prelude(body):
+            self._preludes.append(message)
+            return False
         error = error_of_event(body)
         if error is not None:
             status, said = error
@@ -235,7 +249,8 @@ class _Answer:
             await self._error(status, said)
             return False
         start, self._held = self._held, None
-        await self._forward(start)
+        for held in (start, *self._preludes):
+            await self._forward(held)
         return True
 
     async def refuse(self, status: int, text: str) -> None:
@@ -270,12 +285,21 @@ class _Answer:
         await self._send(message)
 
 
+def _is_prelude(chunk: bytes) -> bool:
+    """Whether an event is sent before SGLang knows whether the engine takes the request."""
+    name = chunk.split(b"\n", 1)[0].removeprefix(b"event: ")
+    return name in (b"response.created", b"response.in_progress", b"message_start")
+
+
 def error_of_event(chunk: bytes) -> tuple[int, bytes] | None:
     """Status and JSON text of the error that the first event of a stream brings, if it does.
 
-    SGLang sends status 200 before it knows, and the error as an event of one of two kinds.
+    SGLang sends status 200 before it knows, and the error as an event of one of four kinds.
     """
-    event = chunk.split(b"\n", 1)[0].removeprefix(b"data: ")
+    lines = chunk.split(b"\n")
+    event = next((line for line in lines if line.startswith(b"data: ")), b"").removeprefix(
+        b"data: "
+    )
     if b'"error"' not in event and b'"abort"' not in event:
         return None
     try:
@@ -285,7 +309,12 @@ def error_of_event(chunk: bytes) -> tuple[int, bytes] | None:
     if not isinstance(said, dict):
         return None
     error: Any = said.get("error")
-    if not isinstance(error, dict):
+    if said.get("type") == "response.failed":
+        error = (said.get("response") or {}).get("error") or {}
+        error = {"message": error.get("message"), "code": error.get(STATUS_KEY)}
+    elif said.get("type") == "error" and isinstance(error, dict):
+        error = {**error, "code": _ANTHROPIC_STATUS.get(str(error.get("type")))}
+    elif not isinstance(error, dict):
         error = (said.get("meta_info") or {}).get("finish_reason")
         if not isinstance(error, dict) or error.get("type") != "abort":
             return None

@@ -258,6 +258,45 @@ def test_other_protocols_know_roles_and_refuse_other_names(server: ServerProcess
             said(path, "nobody")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_usage_says_what_was_shared_in_every_protocol_that_has_one(
+    path: str, stream: bool, server: ServerProcess
+) -> None:
+    def usages(role: str) -> list[dict[str, Any]]:
+        body = {"model": role, "max_tokens": 4, "stream": stream}
+        text = f"{path} {stream} is asked by one role and then by another."
+        body |= (
+            {"input": text}
+            if "responses" in path
+            else {"messages": [{"role": "user", "content": text}]}
+        )
+        sent = urllib.request.Request(
+            server.url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(sent, timeout=60) as answer:
+            said = answer.read().decode()
+        if not stream:
+            return [json.loads(said)["usage"]]
+        events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+        holders = [event.get("response") or event.get("message") or event for event in events]
+        return [holder["usage"] for holder in holders if holder.get("usage")]
+
+    usages("plan")
+    found = usages("action")
+    assert found
+    for usage in found:
+        counts = usage["precache"]
+        assert counts["shared"] > 0.5 * sum(counts.values())
+        (match,) = usage["precache_match"]
+        assert match["reason"]
+    if "responses" in path:
+        assert sum(found[-1]["precache"].values()) == found[-1]["input_tokens"]
+
+
 # -- what else the OpenAI endpoints do ---------------------------------------------
 
 

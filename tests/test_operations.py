@@ -365,9 +365,16 @@ def test_overload_is_503_with_a_time_to_come_back(
         answer = client.post("/generate", json=generate("Hi") | more)
         require_error(answer, 503, "queue is full")
         assert int(answer.headers["retry-after"]) > 0
-        answer = client.post("/v1/completions", json={"model": "plan", "prompt": "Hi"} | more)
-        require_error(answer, 503, "queue is full")
-        assert int(answer.headers["retry-after"]) > 0
+        message = [{"role": "user", "content": "Hi"}]
+        for path, body in (
+            ("/v1/completions", {"prompt": "Hi"}),
+            ("/v1/chat/completions", {"messages": message}),
+            ("/v1/responses", {"input": "Hi"}),
+            ("/v1/messages", {"messages": message, "max_tokens": 4}),
+        ):
+            answer = client.post(path, json={"model": "plan"} | body | more)
+            require_error(answer, 503, "queue is full")
+            assert int(answer.headers["retry-after"]) > 0
     assert all(stream.running for stream in running)
     for stream in (*running, *queued):
         stream.hang_up()
@@ -684,8 +691,22 @@ def test_only_an_error_in_the_first_event_is_one() -> None:
     assert error_of_event(b'data: {"error": {"message": "no", "code": 503}}\n\n') is not None
     abort = {"meta_info": {"finish_reason": {"type": "abort", "status_code": 503, "message": "m"}}}
     assert error_of_event(f"data: {json.dumps(abort)}\n\n".encode()) is not None
+    failed: dict[str, Any] = {"error": {"code": "server_error", "message": "m", "status_code": 429}}
+    found = error_of_event(
+        b"event: response.failed\n"
+        + f"data: {json.dumps({'type': 'response.failed', 'response': failed})}\n\n".encode()
+    )
+    assert found is not None and found[0] == 429 and b'"m"' in found[1]
+    overloaded = {"type": "error", "error": {"type": "overloaded_error", "message": "m"}}
+    found = error_of_event(f"event: error\ndata: {json.dumps(overloaded)}\n\n".encode())
+    assert found is not None and found[0] == 503
+    del failed["error"]["status_code"]
+    overloaded["error"]["type"] = "new_error"
     abort["meta_info"]["finish_reason"]["status_code"] = None  # a caller's own abort
     for chunk in (
+        f"data: {json.dumps({'type': 'response.failed', 'response': failed})}\n\n".encode(),
+        b'data: {"type": "response.failed", "response": {"error": null}}',
+        f"event: error\ndata: {json.dumps(overloaded)}\n\n".encode(),
         f"data: {json.dumps(abort)}\n\n".encode(),
         b'data: {"text": "the \\"error\\" of {\\"code\\": 503}"}\n\n',
         b'data: {"error": {"message": "no code"}}\n\n',
