@@ -11,6 +11,7 @@ tenants apart.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
 import itertools
@@ -43,9 +44,19 @@ _MAX_CHILDREN = 1000
 _MAX_LOOKS = 3000
 _MAX_NAME = 80  # characters
 
-# Another one after every start, so that a page sees that its server was started again.
-_BOOT = secrets.token_hex(8)
-_MARK_KEY = secrets.token_bytes(16)  # no picture and no log has it
+
+# Not made on import: servers may be forked from a process that has this module already.
+
+
+@functools.cache
+def _boot() -> str:
+    """Another one after every start, so that a page sees that its server was started again."""
+    return secrets.token_hex(8)
+
+
+@functools.cache
+def _mark_key() -> bytes:
+    return secrets.token_bytes(16)  # no picture and no log has it
 
 
 def take_view(runtime: Runtime) -> dict[str, Any]:
@@ -54,7 +65,7 @@ def take_view(runtime: Runtime) -> dict[str, Any]:
     running = runtime.running_requests()
     jobs = runtime.backlog.jobs
     return {
-        "boot": _BOOT,
+        "boot": _boot(),
         "time": round(time.time(), 2),
         "method": runtime.method.name,
         "schedule": runtime.schedule.name if runtime.schedule else None,
@@ -210,7 +221,7 @@ def _mark(extra_key: str, salt: str | None) -> str | None:
     if not extra_key and not salt:
         return None
     named = f"{len(extra_key)} {extra_key} {salt or ''}".encode(errors="surrogatepass")
-    return hashlib.blake2b(named, key=_MARK_KEY, digest_size=2).hexdigest()
+    return hashlib.blake2b(named, key=_mark_key(), digest_size=2).hexdigest()
 
 
 def _running(req: Req, names: _Names) -> dict[str, Any]:

@@ -373,7 +373,9 @@ def test_overload_is_503_with_a_time_to_come_back(
             ("/v1/messages", {"messages": message, "max_tokens": 4}),
         ):
             answer = client.post(path, json={"model": "plan"} | body | more)
-            require_error(answer, 503, "queue is full")
+            # SGLang tells Anthropic's clients nothing about what is wrong with a server.
+            named = () if path == "/v1/messages" else ("queue is full",)
+            require_error(answer, 503, *named)
             assert int(answer.headers["retry-after"]) > 0
     assert all(stream.running for stream in running)
     for stream in (*running, *queued):
