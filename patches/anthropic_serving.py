@@ -27,7 +27,7 @@ async def around_handle_messages(
 def around_usage_from_openai(original: Callable[..., Any], usage: Any, **kwargs: Any) -> Any:
     from sglang.srt.entrypoints.anthropic import protocol
 
-    allow_extra_fields("AnthropicUsage", protocol)
+    allow_extra_fields(protocol.AnthropicUsage)
     converted = original(usage, **kwargs)
     for name, value in (getattr(usage, "model_extra", None) or {}).items():
         setattr(converted, name, value)

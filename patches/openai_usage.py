@@ -10,6 +10,7 @@ Gone when: ``UsageInfo`` takes extra fields and streaming passes ``meta_info`` o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,18 +31,17 @@ def _with_records(usage: Any, records: Iterable[_Records]) -> Any:
     return usage
 
 
-def allow_extra_fields(name: str, protocol: Any) -> None:
+def allow_extra_fields(cls: Any) -> None:
     """Let a model carry fields it does not declare, in every response that embeds it."""
     from pydantic import BaseModel
 
-    cls = getattr(protocol, name)
     if cls.model_config.get("extra") == "allow":
         return
     cls.model_config["extra"] = "allow"
     cls.model_rebuild(force=True)
     models = [
         model
-        for model in vars(protocol).values()
+        for model in vars(sys.modules[cls.__module__]).values()
         if isinstance(model, type) and issubclass(model, BaseModel)
     ]
     # A response model holds a compiled copy of the models inside it, and an event one of that.
@@ -51,13 +51,9 @@ def allow_extra_fields(name: str, protocol: Any) -> None:
                 model.model_rebuild(force=True)
 
 
-def before_usage_init(usage: Any, **fields: Any) -> None:
-    from sglang.srt.entrypoints.openai import protocol
-
-    allow_extra_fields("UsageInfo", protocol)
-
-
-def after_usage_init(_result: None, usage: Any, **fields: Any) -> None:
+def around_usage_init(original: Callable[..., None], usage: Any, **fields: Any) -> None:
+    allow_extra_fields(type(usage))
+    original(usage, **fields)
     count = fields.get("prompt_tokens")
     if isinstance(count, PromptTokens):
         _with_records(usage, [(count.counts, count.match)])
@@ -87,11 +83,14 @@ def around_calculate_streaming_usage(
     )
 
 
-_USAGE = "sglang.srt.entrypoints.openai.protocol.UsageInfo.__init__"
 _PROCESSOR = "sglang.srt.entrypoints.openai.usage_processor.UsageProcessor"
 PATCHES = [
-    Patch(_USAGE, "before", before_usage_init, main_process_only=True),
-    Patch(_USAGE, "after", after_usage_init, main_process_only=True),
+    Patch(
+        "sglang.srt.entrypoints.openai.protocol.UsageInfo.__init__",
+        "around",
+        around_usage_init,
+        main_process_only=True,
+    ),
     Patch(
         f"{_PROCESSOR}.calculate_response_usage",
         "around",

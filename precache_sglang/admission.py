@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -39,19 +40,13 @@ class PrecachePrefillAdder(PrefillAdder):
         self, req: Req, *, extend_input_len: int, total_tokens: int, **kwargs: Any
     ) -> tuple[bool, int | None]:
         total_tokens -= min(_replayed(req), extend_input_len)
-
-        def check(num_tokens: int) -> tuple[bool, int | None]:
-            found: tuple[bool, int | None] = super(
-                PrecachePrefillAdder, self
-            )._check_prefill_budget(
-                req, extend_input_len=extend_input_len, total_tokens=num_tokens, **kwargs
-            )
-            return found
-
-        fits = check(total_tokens + _own_to_pin(req))
-        if not fits[0] and (fits := check(total_tokens))[0]:
+        check = partial(
+            super()._check_prefill_budget, req, extend_input_len=extend_input_len, **kwargs
+        )
+        fits: tuple[bool, int | None] = check(total_tokens=total_tokens + _own_to_pin(req))
+        if not fits[0] and (fits := check(total_tokens=total_tokens))[0]:
             # It reads neutral base instead, as if its own had been evicted a moment ago.
-            _drop_own(req)
+            self.tree_cache.evict_own_of(req)
         return fits
 
     def add_chunked_req(self, req: Req) -> Req | None:
@@ -157,10 +152,3 @@ def _own_to_pin(req: Req) -> int:
     if runtime is None:
         return 0
     return sum(len(node.key) for node in runtime.tree.own_to_pin(req))
-
-
-def _drop_own(req: Req) -> None:
-    runtime = current()
-    assert runtime is not None
-    for node in runtime.tree.own_to_pin(req):
-        runtime.stats.evicted_own += runtime.tree.drop_own(node)

@@ -712,6 +712,11 @@ class PrecacheRadixCache(RadixCache):
         self.stats.evicted_own += freed
         return freed
 
+    def evict_own_of(self, req: Req) -> None:
+        """Evict what the matched `req` would pin: it reads the neutral base there."""
+        for node in self.own_to_pin(req):
+            self.stats.evicted_own += self.drop_own(node)
+
     def own_to_pin(self, req: Req) -> list[TreeNode]:
         """Nodes whose own base is evictable now and will be pinned when the matched `req` runs."""
         state = state_of(req)

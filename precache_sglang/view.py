@@ -45,9 +45,7 @@ _MAX_LOOKS = 3000
 _MAX_NAME = 80  # characters
 
 
-# Not made on import: servers may be forked from a process that has this module already.
-
-
+# The next two are not made on import: servers are forked from a process that has this module.
 @functools.cache
 def _boot() -> str:
     """Another one after every start, so that a page sees that its server was started again."""
@@ -56,7 +54,8 @@ def _boot() -> str:
 
 @functools.cache
 def _mark_key() -> bytes:
-    return secrets.token_bytes(16)  # no picture and no log has it
+    """No picture and no log has it."""
+    return secrets.token_bytes(16)
 
 
 def take_view(runtime: Runtime) -> dict[str, Any]:

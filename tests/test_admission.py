@@ -46,6 +46,26 @@ def add(to: PrecachePrefillAdder, req: Req) -> AddReqResult:
     return to.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
 
 
+def begun_in_chunks(engine: Engine, tokens: list[int]) -> Req:
+    """A prompt of plan whose first chunk, of 4 tokens, has run."""
+    chunked = waiting(engine, "plan", tokens)
+    first = adder(engine, chunk=4)
+    add(first, chunked)
+    assert first.new_chunked_req is chunked
+    engine.extend(chunked, to=4)
+    chunked.init_next_round_input()
+    return chunked
+
+
+def adder_of_next_step(engine: Engine, chunked: Req, others_run: bool) -> PrecachePrefillAdder:
+    scheduler = engine.runtime.scheduler
+    scheduler.running_batch.reqs = []
+    scheduler.chunked_req, scheduler._pending_chunked_abort_req = chunked, None
+    then = adder(engine, chunk=4)
+    then.running_batch = SimpleNamespace(reqs=[], is_empty=lambda: not others_run)
+    return then
+
+
 def test_a_prompts_rows_are_needed_whole(make: Callable[..., Engine]) -> None:
     engine = make("prelrshared", lr_slots=10)
     first = adder(engine)
@@ -58,12 +78,7 @@ def test_a_chunked_prompt_keeps_the_rows_it_was_promised(
     make: Callable[..., Engine],
 ) -> None:
     engine = make("rebaseshared", lr_slots=20)
-    chunked = waiting(engine, "plan", OTHER[:16])
-    first = adder(engine, chunk=4)
-    add(first, chunked)
-    assert first.new_chunked_req is chunked
-    engine.extend(chunked, to=4)
-    chunked.init_next_round_input()
+    chunked = begun_in_chunks(engine, OTHER[:16])
     then = adder(engine, chunk=64)
     then.add_chunked_req(chunked)
     # 16 rows are free, 12 of them promised.
@@ -76,18 +91,10 @@ def test_a_chunk_without_rows_waits_or_is_given_up(
     make: Callable[..., Engine], others_run: bool
 ) -> None:
     engine = make("baseshared", lr_slots=20)
-    chunked = waiting(engine, "plan", OTHER[:16])
-    add(adder(engine, chunk=4), chunked)
-    engine.extend(chunked, to=4)
-    chunked.init_next_round_input()
+    chunked = begun_in_chunks(engine, OTHER[:16])
     pool = engine.runtime.lr_pool
     taken = pool.alloc(pool.available_size())
-    engine.runtime.scheduler = SimpleNamespace(
-        running_batch=SimpleNamespace(reqs=[]), last_batch=None, cur_batch_for_debug=None,
-        chunked_req=chunked, _pending_chunked_abort_req=None,
-    )  # fmt: skip
-    then = adder(engine, chunk=4)
-    then.running_batch = SimpleNamespace(reqs=[], is_empty=lambda: not others_run)
+    then = adder_of_next_step(engine, chunked, others_run)
     assert then.add_chunked_req(chunked) is chunked
     assert add(then, waiting(engine, "action", TEXT[:1])) is AddReqResult.NO_TOKEN
     assert then.can_run_list == []
@@ -151,15 +158,9 @@ def test_a_chunk_without_kv_slots_waits_or_is_given_up(
     make: Callable[..., Engine], others_run: bool
 ) -> None:
     engine = make("rebaseown", base_slots=20)
-    chunked = waiting(engine, "plan", OTHER[:12])
-    add(adder(engine, chunk=4), chunked)
-    engine.extend(chunked, to=4)
-    chunked.init_next_round_input()
+    chunked = begun_in_chunks(engine, OTHER[:12])
     taken = engine.allocator.alloc(engine.allocator.available_size())  # decode steps of others
-    engine.runtime.scheduler.chunked_req = chunked
-    engine.runtime.scheduler._pending_chunked_abort_req = None
-    then = adder(engine, chunk=4)
-    then.running_batch = SimpleNamespace(reqs=[], is_empty=lambda: not others_run)
+    then = adder_of_next_step(engine, chunked, others_run)
     assert then.add_chunked_req(chunked) is chunked
     assert then.can_run_list == []
     given_up = engine.runtime.scheduler._pending_chunked_abort_req

@@ -13,10 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import client
 import pytest
 import shapes
-from client import lost
+from client import Client, lost
 from precache_sglang.launch.trajectories import TrajectoryError, load_trajectories
 from report import (
     FIGURES,
@@ -261,10 +260,10 @@ def test_no_request_goes_over_a_connection_that_the_server_may_be_closing(
         def log_message(self, *_: Any) -> None:
             pass
 
-    monkeypatch.setattr(client, "KEEP_ALIVE", keep_alive)
+    monkeypatch.setattr("client.KEEP_ALIVE", keep_alive)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        user = client.Client(f"http://127.0.0.1:{server.server_port}", run, print, 0.0)
+        user = Client(f"http://127.0.0.1:{server.server_port}", run, print, 0.0)
         for _ in range(3):
             assert user.get("/").status_code == 200
         user.close()
