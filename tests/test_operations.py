@@ -5,6 +5,7 @@ Real servers over HTTP. The tests run in this order: the last ones of each serve
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -12,10 +13,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fastapi
 import httpx
 import openai
 import pytest
@@ -35,6 +37,7 @@ from precache_sglang.resolution import refuse_server_flags
 with quiet_imports():
     import schemathesis
     from precache_sglang.patches.auth import around_decide_request_auth
+    from precache_sglang.patches.ollama_serving import rest_of_stream
     from sglang.srt.utils import auth
 
 KEY, ADMIN = "caller's", "operator's"
@@ -361,7 +364,7 @@ def test_overload_is_503_with_a_time_to_come_back(
         stream.wait_for(1)
     queued = [Stream(server.url, body | {"cache_salt": str(i)}, KEY) for i in range(2, 4)]
     until(lambda: load_of(client, "num_waiting_reqs") == 2)
-    for more in ({}, {"stream": True}):
+    for more in ({"stream": False}, {"stream": True}):
         answer = client.post("/generate", json=generate("Hi") | more)
         require_error(answer, 503, "queue is full")
         assert int(answer.headers["retry-after"]) > 0
@@ -371,6 +374,8 @@ def test_overload_is_503_with_a_time_to_come_back(
             ("/v1/chat/completions", {"messages": message}),
             ("/v1/responses", {"input": "Hi"}),
             ("/v1/messages", {"messages": message, "max_tokens": 4}),
+            ("/api/generate", {"prompt": "Hi"}),
+            ("/api/chat", {"messages": message}),
         ):
             answer = client.post(path, json={"model": "plan"} | body | more)
             # SGLang tells Anthropic's clients nothing about what is wrong with a server.
@@ -718,6 +723,19 @@ def test_only_an_error_in_the_first_event_is_one() -> None:
         b'data: {"error"',
     ):
         assert error_of_event(chunk) is None
+
+
+def test_an_ollama_stream_says_what_ended_it() -> None:
+    async def engine() -> AsyncIterator[bytes]:
+        yield b'{"response": "A", "done": false}\n'
+        raise fastapi.HTTPException(503, "No room.")
+
+    async def answer() -> list[Any]:
+        rest = engine()
+        return [chunk async for chunk in rest_of_stream(await anext(rest), rest)]
+
+    lines = [json.loads(line) for line in asyncio.run(answer())]
+    assert lines == [{"response": "A", "done": False}, {"error": "No room."}]
 
 
 @pytest.mark.parametrize(
