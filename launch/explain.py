@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from precache_sglang.launch.keys import API_KEY, key_headers
+
 _AROUND = 12  # tokens shown on each side
 _WORTH = 16  # tokens more that a change must let prompts share to be proposed
 _LEAST_TAIL = 40  # characters that end alike, to be worth a word
@@ -141,9 +143,7 @@ class ServerTokenizer:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = {"Content-Type": "application/json", **key_headers(api_key)}
 
     def encode(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids:
@@ -386,7 +386,7 @@ def explain(argv: list[str]) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model-path", help="folder of a model: its tokenizer and chat template")
     source.add_argument("--url", help="a running server, asked for its tokens")
-    parser.add_argument("--api-key", help="of that server")
+    parser.add_argument("--api-key", help=f"of that server; default: ${API_KEY}")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args(argv)
     try:

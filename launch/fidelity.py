@@ -50,7 +50,9 @@ class Prediction:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="JSONL file; default: the shipped trajectories")
-    parser.add_argument("--limit", type=int, default=20, help="trajectories, from the first on")
+    parser.add_argument(
+        "--limit", type=int, default=20, help="trajectories, evenly spread over the file"
+    )
     variants.add_argument(parser, DEFAULT_VARIANTS)
     parser.add_argument("--top", type=int, default=128, help="tokens compared one by one")
     parser.add_argument("--adapters", nargs="+", metavar="ROLE=PATH", help="default: shipped")
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def fidelity(args: argparse.Namespace) -> dict[str, Any]:
     """Run the comparison; print and save it. Returns variant -> role -> figures."""
     model = Path(args.model) if args.model else ensure_demo_model()
-    trajectories = load_trajectories(args.data)[: args.limit]
+    trajectories = spread(load_trajectories(args.data), args.limit)
     adapters = (
         dict(item.split("=", 1) for item in args.adapters) if args.adapters else demo_adapters()
     )
@@ -96,6 +98,12 @@ def fidelity(args: argparse.Namespace) -> dict[str, Any]:
     print(f"\n{len(trajectories)} trajectories, {args.dtype}\n{fidelity_table(results)}")
     print(f"\nNumbers and plot: {args.out}")
     return results
+
+
+def spread(trajectories: Sequence[Trajectory], limit: int) -> list[Trajectory]:
+    """At most `limit` of them at equal distances: files come sorted by where they are from."""
+    num = min(limit, len(trajectories))
+    return [trajectories[index * len(trajectories) // num] for index in range(num)]
 
 
 def encoder(model: Path) -> Callable[[str], list[int]]:

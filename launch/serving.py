@@ -28,6 +28,7 @@ from typing import Any
 
 import aiohttp
 from precache_sglang.launch import variants
+from precache_sglang.launch.keys import API_KEY, key_headers
 from precache_sglang.launch.model import ensure_demo_model, trace_adapters
 from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.report import plot_serving, serving_table, write_json
@@ -79,7 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs whose medians are shown")
     parser.add_argument("--ttft-limit", type=float, default=2.0, help="seconds, for goodput")
     parser.add_argument("--max-total-tokens", type=int, help="KV pool; default: room for all")
-    parser.add_argument("--url", help="a running server, instead of starting one per variant")
+    parser.add_argument(
+        "--url",
+        help=f"a running server (its key: ${API_KEY}), instead of starting one per variant",
+    )
     parser.add_argument("--model", help="model folder; default: the demo model, built once")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
@@ -160,6 +164,7 @@ def _warm_up(url: str, trace: Sequence[TraceTurn]) -> None:
 def _session(url: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         base_url=url,
+        headers=key_headers(),
         timeout=aiohttp.ClientTimeout(total=None),
         connector=aiohttp.TCPConnector(limit=0),
         read_bufsize=1 << 20,

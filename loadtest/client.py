@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import requests
+from precache_sglang.launch.keys import key_headers
 from report import Failure, Run, Turn
 from traces import Step
 
@@ -76,6 +77,7 @@ class Client:
         self.started = started
         self.session = requests.Session()
         self.session.trust_env = False  # never through a proxy
+        self.session.headers.update(key_headers())
         self._idle_since = 0.0
 
     # -- turns ---------------------------------------------------------------

@@ -28,6 +28,7 @@ from typing import Any
 import report
 import shapes
 from precache_sglang.launch.demo import len_vocabulary
+from precache_sglang.launch.keys import API_KEY
 from precache_sglang.launch.model import ensure_demo_model, random_adapter, trace_adapters
 from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.traces import VOCABULARY
@@ -48,7 +49,10 @@ def main() -> None:
     server = parser.add_mutually_exclusive_group()
     server.add_argument("--variant", type=Variant.parse, metavar=SYNTAX, help="of the one server")
     server.add_argument("--compare", nargs="+", type=Variant.parse, metavar=SYNTAX)
-    server.add_argument("--url", help="a running server; its cache is flushed, before and after")
+    server.add_argument(
+        "--url",
+        help=f"a running server (its key: ${API_KEY}); its cache is flushed, before and after",
+    )
     parser.add_argument("--model", type=Path, help="model folder; default: the demo model")
     parser.add_argument("--adapters", nargs="+", metavar="ROLE=PATH", help="default: shipped")
     shapes.add_arguments(parser)

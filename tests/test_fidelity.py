@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from precache_sglang.launch.fidelity import Prediction, divergence, predictions, summary
+from precache_sglang.launch.fidelity import Prediction, divergence, predictions, spread, summary
 from precache_sglang.launch.process import ServerProcess
 from precache_sglang.launch.report import fidelity_table, plot_fidelity
 from precache_sglang.launch.trajectories import Trajectory, Turn
@@ -91,3 +91,10 @@ def test_divergence_counts_what_is_not_listed_as_one() -> None:
     assert divergence(map(math.log, p), map(math.log, q)) == pytest.approx(expected)
     assert divergence(map(math.log, p), map(math.log, p)) == 0.0
     assert divergence([0.0], [0.0]) == 0.0
+
+
+def test_a_limit_takes_trajectories_from_the_whole_file() -> None:
+    names = [trajectory(str(number)) for number in range(12)]
+    assert [each.id for each in spread(names, 4)] == ["0", "3", "6", "9"]
+    assert [each.id for each in spread(names, 5)] == ["0", "2", "4", "7", "9"]
+    assert spread(names, 20) == names

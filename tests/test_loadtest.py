@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import shapes
 from client import Client, lost
+from precache_sglang.launch.keys import API_KEY
 from precache_sglang.launch.trajectories import TrajectoryError, load_trajectories
 from report import (
     FIGURES,
@@ -295,10 +297,13 @@ def test_every_lost_slot_is_found(change: dict[str, Any]) -> None:
 # -- runs --------------------------------------------------------------------
 
 
+KEYS = {"--api-key": "of-users", "--admin-api-key": "of-operators"}
+
+
 def load_test(
     model: Path, adapters: dict[str, Path], out: Path, *args: str
 ) -> subprocess.CompletedProcess[str]:
-    """`run.py` with two users of the tiny model."""
+    """`run.py` with two users of the tiny model, on a server that asks for keys."""
     trace = out / "trace.csv"
     trace.write_text("agent,prefill_len,decode_len\nplan,60,8\nplan,8,4\naction,10,6\nplan,40,8\n")
     return subprocess.run(
@@ -307,7 +312,9 @@ def load_test(
             *("--model", str(model), "--adapters", *(f"{r}={p}" for r, p in adapters.items())),
             *("--think", "0.5", "--cancel-share", "0.3", "--bad-name-share", "0.3", *args),
             *("--", "--skip-tokenizer-init", "--max-total-tokens", "4000"),
+            *(text for flag in KEYS.items() for text in flag),
         ],
+        env={**os.environ, API_KEY: KEYS["--admin-api-key"]},
         capture_output=True,
         text=True,
         timeout=400,
