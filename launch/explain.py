@@ -143,7 +143,7 @@ class ServerTokenizer:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", **key_headers(api_key)}
+        self._api_key = api_key
 
     def encode(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids:
@@ -162,9 +162,8 @@ class ServerTokenizer:
         return str(self._post("/detokenize", body)["text"])
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self._url + path, data=json.dumps(body).encode(), headers=self._headers
-        )
+        headers = {"Content-Type": "application/json", **key_headers(path, self._api_key)}
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return json.load(response)

@@ -28,7 +28,7 @@ from typing import Any
 
 import aiohttp
 from precache_sglang.launch import variants
-from precache_sglang.launch.keys import API_KEY, key_headers
+from precache_sglang.launch.keys import ADMIN_API_KEY, API_KEY, key_headers
 from precache_sglang.launch.model import ensure_demo_model, trace_adapters
 from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.report import plot_serving, serving_table, write_json
@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-total-tokens", type=int, help="KV pool; default: room for all")
     parser.add_argument(
         "--url",
-        help=f"a running server (its key: ${API_KEY}), instead of starting one per variant",
+        help="a running server, instead of starting one per variant; its keys: "
+        f"${API_KEY}, ${ADMIN_API_KEY}",
     )
     parser.add_argument("--model", help="model folder; default: the demo model, built once")
     parser.add_argument("--dtype", default="bfloat16")
@@ -164,7 +165,6 @@ def _warm_up(url: str, trace: Sequence[TraceTurn]) -> None:
 def _session(url: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         base_url=url,
-        headers=key_headers(),
         timeout=aiohttp.ClientTimeout(total=None),
         connector=aiohttp.TCPConnector(limit=0),
         read_bufsize=1 << 20,
@@ -272,10 +272,11 @@ async def _send(
         "stream": True,
         "sampling_params": {"max_new_tokens": num_output, "temperature": 0, "ignore_eos": True},
     }
+    path = "/generate"
     request = Request(turn, sent=time.perf_counter())
     last: dict[str, Any] = {}
     try:
-        async with session.post("/generate", json=body) as response:
+        async with session.post(path, json=body, headers=key_headers(path)) as response:
             if response.status != 200:
                 request.error = f"{response.status} {(await response.text())[:300]}"
                 return request
@@ -320,7 +321,8 @@ class _Watch:
 
 
 async def _state(session: aiohttp.ClientSession) -> dict[str, Any]:
-    async with session.get("/precache/state") as response:
+    path = "/precache/state"
+    async with session.get(path, headers=key_headers(path)) as response:
         if response.status == 404:
             return {}  # stock SGLang
         response.raise_for_status()
@@ -333,7 +335,8 @@ def _owes(state: dict[str, Any]) -> bool:
 
 
 async def _flush(session: aiohttp.ClientSession) -> None:
-    async with session.post("/flush_cache?timeout=60") as response:
+    path = "/flush_cache?timeout=60"
+    async with session.post(path, headers=key_headers(path)) as response:
         if response.status != 200:
             raise SystemExit(f"The cache was not flushed: {await response.text()}")
 

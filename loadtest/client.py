@@ -77,7 +77,6 @@ class Client:
         self.started = started
         self.session = requests.Session()
         self.session.trust_env = False  # never through a proxy
-        self.session.headers.update(key_headers())
         self._idle_since = 0.0
 
     # -- turns ---------------------------------------------------------------
@@ -169,7 +168,11 @@ class Client:
             self.session.close()  # its connections; the next request opens one
         try:
             return self.session.request(
-                method, self.url + path, timeout=(CONNECT_LIMIT, READ_LIMIT), **kwargs
+                method,
+                self.url + path,
+                headers=key_headers(path),
+                timeout=(CONNECT_LIMIT, READ_LIMIT),
+                **kwargs,
             )
         finally:
             self._idle_since = time.perf_counter()

@@ -28,7 +28,7 @@ from typing import Any
 import report
 import shapes
 from precache_sglang.launch.demo import len_vocabulary
-from precache_sglang.launch.keys import API_KEY
+from precache_sglang.launch.keys import ADMIN_API_KEY, API_KEY
 from precache_sglang.launch.model import ensure_demo_model, random_adapter, trace_adapters
 from precache_sglang.launch.process import LONG_CONTEXT, ServerProcess
 from precache_sglang.launch.traces import VOCABULARY
@@ -51,7 +51,7 @@ def main() -> None:
     server.add_argument("--compare", nargs="+", type=Variant.parse, metavar=SYNTAX)
     server.add_argument(
         "--url",
-        help=f"a running server (its key: ${API_KEY}); its cache is flushed, before and after",
+        help=f"a running server (its keys: ${API_KEY}, ${ADMIN_API_KEY}), whose cache is flushed",
     )
     parser.add_argument("--model", type=Path, help="model folder; default: the demo model")
     parser.add_argument("--adapters", nargs="+", metavar="ROLE=PATH", help="default: shipped")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import shapes
 from client import Client, lost
-from precache_sglang.launch.keys import API_KEY
+from precache_sglang.launch.keys import ADMIN_API_KEY, API_KEY
 from precache_sglang.launch.trajectories import TrajectoryError, load_trajectories
 from report import (
     FIGURES,
@@ -314,7 +314,11 @@ def load_test(
             *("--", "--skip-tokenizer-init", "--max-total-tokens", "4000"),
             *(text for flag in KEYS.items() for text in flag),
         ],
-        env={**os.environ, API_KEY: KEYS["--admin-api-key"]},
+        env={
+            **os.environ,
+            API_KEY: KEYS["--api-key"],
+            ADMIN_API_KEY: KEYS["--admin-api-key"],
+        },
         capture_output=True,
         text=True,
         timeout=400,
