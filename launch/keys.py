@@ -23,4 +23,9 @@ def key_headers(path: str, api_key: str | None = None) -> dict[str, str]:
     key = api_key or os.environ.get(API_KEY)
     if path.startswith(_ADMIN_PATHS):
         key = os.environ.get(ADMIN_API_KEY) or key
+    return bearer(key)
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """HTTP headers with `key`; empty without one."""
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from precache_sglang.launch.keys import bearer
 from precache_sglang.launch.template import Forked, template_for
 
 # Set for a server that must not outlive the process that started it.
@@ -62,9 +63,7 @@ class ServerProcess:
         self.own_command = own_command
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", DIE_WITH_PARENT: "1", **(env or {})}
         self.start_timeout = start_timeout
-        self.headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self.headers["Authorization"] = f"Bearer {api_key}"
+        self.headers = {"Content-Type": "application/json", **bearer(api_key)}
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
         self._ended_log: str | None = None
         self._process: subprocess.Popen[bytes] | Forked | None = None

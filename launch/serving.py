@@ -171,6 +171,12 @@ def _session(url: str) -> aiohttp.ClientSession:
     )
 
 
+def _request(
+    session: aiohttp.ClientSession, method: str, path: str, **kwargs: Any
+) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    return session.request(method, path, headers=key_headers(path), **kwargs)
+
+
 async def _run(
     url: str, trace: Sequence[TraceTurn], load: Load, seed: int, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -272,11 +278,10 @@ async def _send(
         "stream": True,
         "sampling_params": {"max_new_tokens": num_output, "temperature": 0, "ignore_eos": True},
     }
-    path = "/generate"
     request = Request(turn, sent=time.perf_counter())
     last: dict[str, Any] = {}
     try:
-        async with session.post(path, json=body, headers=key_headers(path)) as response:
+        async with _request(session, "POST", "/generate", json=body) as response:
             if response.status != 200:
                 request.error = f"{response.status} {(await response.text())[:300]}"
                 return request
@@ -321,8 +326,7 @@ class _Watch:
 
 
 async def _state(session: aiohttp.ClientSession) -> dict[str, Any]:
-    path = "/precache/state"
-    async with session.get(path, headers=key_headers(path)) as response:
+    async with _request(session, "GET", "/precache/state") as response:
         if response.status == 404:
             return {}  # stock SGLang
         response.raise_for_status()
@@ -335,8 +339,7 @@ def _owes(state: dict[str, Any]) -> bool:
 
 
 async def _flush(session: aiohttp.ClientSession) -> None:
-    path = "/flush_cache?timeout=60"
-    async with session.post(path, headers=key_headers(path)) as response:
+    async with _request(session, "POST", "/flush_cache?timeout=60") as response:
         if response.status != 200:
             raise SystemExit(f"The cache was not flushed: {await response.text()}")
 

@@ -13,15 +13,20 @@ Why: after SIGTERM, SGLang takes new requests until it happens to find none runn
 arrives after that is never answered, and the process never ends.
 How: drain first, in bounded time (`precache_sglang.guard`); SGLang then finds none.
 Gone when: SGLang refuses requests while it drains, and bounds it.
+
+Why: SGLang hands an abort to a stream as one more answer, of which Ollama's routes read the text.
+How: raise it there, as for an answer in one piece, see `ollama_serving`.
+Gone when: Ollama's routes look at ``finish_reason``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from precache_sglang.patches import Patch
+from precache_sglang.patches.ollama_serving import is_ollama
 
 from precache_sglang.guard import current
 from precache_sglang.request_role import apply
@@ -64,6 +69,16 @@ def _decode(match: dict[str, Any], tokenizer: Any) -> None:
         shown["text"] = None if tokenizer is None else tokenizer.decode(shown["tokens"])
 
 
+async def around_handle_abort_finish_reason(
+    original: Callable[..., Awaitable[Any]],
+    manager: Any,
+    out: dict[str, Any],
+    state: Any,
+    is_stream: bool,
+) -> Any:
+    return await original(manager, out, state, is_stream and not is_ollama.get())
+
+
 async def around_sigterm_watchdog(original: Callable[..., Any], manager: Any) -> None:
     guard = current()
     if guard is not None:
@@ -96,6 +111,12 @@ PATCHES = [
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
         "around",
         around_sigterm_watchdog,
+        main_process_only=True,
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
+        "around",
+        around_handle_abort_finish_reason,
         main_process_only=True,
     ),
     Patch(

@@ -133,7 +133,7 @@ def test_text_trajectories_one_at_a_time(case: Case, model: Path) -> None:
     for index, (set_name, recorded) in enumerate(zip(case.sets, load_trajectories(), strict=False)):
         trajectory = case.trajectory(set_name)
         for turn in recorded.turns[: 5 + index]:
-            # The first text begins with an instruction of 400 tokens; its end has the question.
+            # The end of a text will do; the first one begins with an instruction of 400 tokens.
             text = turn.input_text_appended[-600:]
             new = tokenizer.encode(text, add_special_tokens=False)
             trajectory.turn(f"{set_name}-{turn.role}", new, 3)

@@ -37,7 +37,7 @@ from precache_sglang.resolution import refuse_server_flags
 with quiet_imports():
     import schemathesis
     from precache_sglang.patches.auth import around_decide_request_auth
-    from precache_sglang.patches.ollama_serving import rest_of_stream
+    from precache_sglang.patches.ollama_serving import stream_from
     from sglang.srt.utils import auth
 
 KEY, ADMIN = "caller's", "operator's"
@@ -732,7 +732,7 @@ def test_an_ollama_stream_says_what_ended_it() -> None:
 
     async def answer() -> list[Any]:
         rest = engine()
-        return [chunk async for chunk in rest_of_stream(await anext(rest), rest)]
+        return [chunk async for chunk in stream_from(await anext(rest), rest)]
 
     lines = [json.loads(line) for line in asyncio.run(answer())]
     assert lines == [{"response": "A", "done": False}, {"error": "No room."}]
